@@ -1,0 +1,143 @@
+"""Settings of the worker's processes: the only place in ``workers`` that reads the environment.
+
+Every field can be set by an environment variable (``HOTSPARE_`` + the field's name) and by a command-line flag (the
+field's name with dashes); flags win. Values that contradict each other refuse to start, with a sentence.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, StringConstraints, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+MIB = 1024 * 1024
+
+EngineName = Literal["vllm", "sim"]
+EngineId = Annotated[str, StringConstraints(pattern=r"^[a-z]$")]
+PodName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?$")]
+Port = Annotated[int, Field(ge=1, le=65535)]
+
+MAX_UNIX_PATH_BYTES = 107
+"""``sun_path`` holds 108 bytes with its terminating zero (unix(7))."""
+
+
+class SimSettings(BaseSettings):
+    """The sim engine: what it pretends to be. Durations are seconds, sizes bytes."""
+
+    model_config = SettingsConfigDict(env_prefix="HOTSPARE_SIM_", extra="ignore")
+
+    seed: int = 0
+    ttft_seconds: Annotated[float, Field(ge=0, le=600)] = 0.02
+    token_seconds: Annotated[float, Field(ge=0, le=60)] = 0.005
+    startup_seconds: Annotated[float, Field(ge=0, le=3600)] = 0.0
+    weights_bytes: Annotated[int, Field(ge=4096, le=1 << 40)] = 8 * MIB
+    kv_bytes: Annotated[int, Field(ge=65536, le=1 << 40)] = 16 * MIB
+    max_model_len: Annotated[int, Field(ge=16, le=1 << 22)] = 131072
+
+
+class WorkerSettings(BaseSettings):
+    """What every process of a pod must agree on."""
+
+    model_config = SettingsConfigDict(env_prefix="HOTSPARE_", extra="ignore", populate_by_name=True)
+
+    engine: EngineName = "vllm"
+    pod: PodName = "pod-0"
+    instance: str = Field(default_factory=lambda: secrets.token_hex(8), min_length=1, max_length=64)
+    """The pod's life: in Kubernetes the pod's UID, elsewhere made by the supervisor."""
+    run_dir: Path = Path(".hotspare")
+    host: str = "127.0.0.1"
+    serving_port: Port = 8100
+    gms: bool = True
+    keeper: bool = True
+    device: Annotated[str, StringConstraints(pattern=r"^(cpu|cuda):\d{1,3}$")] = "cpu:0"
+    log_format: Literal["console", "json"] = "console"
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    parent_pid: int | None = None
+    """Die when this process, the parent, dies. Set by whoever starts us on one machine; unset in a container."""
+    drain_timeout_seconds: Annotated[float, Field(ge=0, le=3600)] = 5.0
+    """How long a terminating engine waits for the requests it has."""
+
+    @property
+    def pod_dir(self) -> Path:
+        """The folder of this pod: lock, sockets, pod.json."""
+        return self.run_dir / self.pod
+
+    @property
+    def lock_path(self) -> Path:
+        return self.pod_dir / "active.lock"
+
+    @property
+    def gms_socket(self) -> Path:
+        return self.pod_dir / f"gms-{self.device.replace(':', '-')}.sock"
+
+    @model_validator(mode="after")
+    def _paths_fit(self) -> Self:
+        self.run_dir = Path(os.path.abspath(self.run_dir))
+        longest = len(os.fsencode(self.pod_dir / "engine-a" / "zmq-output"))
+        if longest > MAX_UNIX_PATH_BYTES:
+            raise ValueError(
+                f"the run folder's path is too long for Unix sockets: {self.pod_dir} leads to a socket path of "
+                f"{longest} bytes and the system allows {MAX_UNIX_PATH_BYTES}; choose a shorter HOTSPARE_RUN_DIR"
+            )
+        return self
+
+
+class EngineSettings(WorkerSettings):
+    """One engine of a pod."""
+
+    engine_id: EngineId = "a"
+    admin_port: Port = 8101
+    standby_admin_ports: tuple[int, ...] = ()
+    """Admin ports of the pod's other engines; asked for their role, so that the watch can say whether a spare is there."""
+    capacity: Annotated[int, Field(ge=1, le=65536)] = 64
+    heartbeat_seconds: Annotated[float, Field(gt=0, le=60)] = 1.0
+    """The watch says something at least this often."""
+    beat_timeout_seconds: Annotated[float, Field(gt=0, le=3600)] = 3.0
+    """The keeper kills an engine whose event loop gave no beat for this long."""
+    step_timeout_seconds: Annotated[float, Field(gt=0, le=86400)] = 120.0
+    """The keeper kills an engine that took no step for this long while requests run."""
+    bind_timeout_seconds: Annotated[float, Field(gt=0, le=60)] = 2.0
+    memory_timeout_seconds: Annotated[float, Field(gt=0, le=3600)] = 60.0
+    """How long to wait for the memory service: to connect, or for another engine's commit."""
+
+    model: Path | None = None
+    """Model folder (Hugging Face layout). Unset: the embedded SmolLM2-135M-Instruct."""
+    served_model_name: str | None = None
+    dtype: str = "float32"
+    max_model_len: Annotated[int, Field(ge=16)] = 2048
+    kv_cache_bytes: Annotated[int, Field(ge=MIB)] = 512 * MIB
+    engine_args: tuple[str, ...] = ()
+    """Further arguments for vLLM, as ``vllm serve`` takes them."""
+    sim: SimSettings = Field(default_factory=SimSettings)
+
+
+class PodSettings(WorkerSettings):
+    """The supervisor of one pod on this machine."""
+
+    shadows: Annotated[int, Field(ge=0, le=1)] = 1
+    admin_ports: tuple[Port, ...] = (8101, 8102)
+    gms_metrics_port: Annotated[int, Field(ge=0, le=65535)] = 8109
+    gms_memory_limit_bytes: Annotated[int, Field(ge=0)] = 0
+    """0: no limit but the machine's."""
+    liveness_period_seconds: Annotated[float, Field(gt=0, le=600)] = 2.0
+    liveness_timeout_seconds: Annotated[float, Field(gt=0, le=600)] = 2.0
+    liveness_failures: Annotated[int, Field(ge=1, le=100)] = 5
+    startup_timeout_seconds: Annotated[float, Field(gt=0, le=86400)] = 600.0
+    """Liveness does not count before an engine's first answer, for at most this long."""
+    grace_period_seconds: Annotated[float, Field(gt=0, le=86400)] = 15.0
+    """SIGTERM to SIGKILL."""
+
+    @model_validator(mode="after")
+    def _grace_covers_drain(self) -> Self:
+        if self.grace_period_seconds <= self.drain_timeout_seconds:
+            raise ValueError(
+                f"grace_period_seconds ({self.grace_period_seconds:g}) must be longer than drain_timeout_seconds "
+                f"({self.drain_timeout_seconds:g}), or engines are killed while they drain"
+            )
+        if len(self.admin_ports) < self.shadows + 1:
+            raise ValueError(f"{self.shadows + 1} engines need as many admin ports; got {len(self.admin_ports)}")
+        return self
