@@ -77,9 +77,7 @@ class KvMemory:
             raise RuntimeError("the KV pages are mapped already")
         client = self._service.connect()
         try:
-            lease = client.attach(
-                KV_POOL, LeaseMode.RW, epoch=epoch, timeout_seconds=self._service.timeout_seconds
-            )
+            lease = client.attach(KV_POOL, LeaseMode.RW, epoch=epoch, timeout_seconds=self._service.timeout_seconds)
             pages: Allocation
             with lease.allocate(KV_TAG, self.range.size_bytes) as pages:
                 self.range.unmap()

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 import secrets
+import shlex
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import Field, StringConstraints, model_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import BeforeValidator, Field, StringConstraints, ValidationError, model_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 MIB = 1024 * 1024
 
@@ -21,8 +22,48 @@ EngineId = Annotated[str, StringConstraints(pattern=r"^[a-z]$")]
 PodName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?$")]
 Port = Annotated[int, Field(ge=1, le=65535)]
 
+SettingsT = TypeVar("SettingsT", bound=BaseSettings)
+
 MAX_UNIX_PATH_BYTES = 107
 """``sun_path`` holds 108 bytes with its terminating zero (unix(7))."""
+
+
+def _split_ports(value: object) -> object:
+    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+
+def _split_arguments(value: object) -> object:
+    return shlex.split(value) if isinstance(value, str) else value
+
+
+Ports = Annotated[tuple[Port, ...], NoDecode, BeforeValidator(_split_ports)]
+"""Comma-separated in a flag or an environment variable."""
+Arguments = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_arguments)]
+"""As a shell would split them."""
+
+
+class SettingsError(Exception):
+    """The settings cannot be used; the message is a sentence for the person who made them."""
+
+
+def load_settings(cls: type[SettingsT], flags: dict[str, Any]) -> SettingsT:
+    """Settings from the environment, overridden by ``flags`` (field name → value).
+
+    Raises:
+        SettingsError: a value does not fit; names the variable, what is wrong and what was given.
+    """
+    try:
+        return cls(**flags)
+    except ValidationError as error:
+        prefix = cls.model_config.get("env_prefix", "")
+        sentences = []
+        for problem in error.errors(include_url=False):
+            name = ".".join(str(part) for part in problem["loc"])
+            message = problem["msg"].removeprefix("Value error, ")
+            given = problem.get("input")
+            where = f"{prefix}{name.upper()} (given: {given!r}): " if name and not isinstance(given, dict) else ""
+            sentences.append(f"{where}{message}")
+        raise SettingsError("; ".join(sentences)) from error
 
 
 class SimSettings(BaseSettings):
@@ -91,13 +132,15 @@ class EngineSettings(WorkerSettings):
 
     engine_id: EngineId = "a"
     admin_port: Port = 8101
-    standby_admin_ports: tuple[int, ...] = ()
-    """Admin ports of the pod's other engines; asked for their role, so that the watch can say whether a spare is there."""
+    standby_admin_ports: Ports = ()
+    """Admin ports of the pod's other engines, asked for their role: the watch says whether a spare is there."""
     capacity: Annotated[int, Field(ge=1, le=65536)] = 64
     heartbeat_seconds: Annotated[float, Field(gt=0, le=60)] = 1.0
     """The watch says something at least this often."""
     beat_timeout_seconds: Annotated[float, Field(gt=0, le=3600)] = 3.0
     """The keeper kills an engine whose event loop gave no beat for this long."""
+    init_beat_timeout_seconds: Annotated[float, Field(gt=0, le=3600)] = 60.0
+    """The same before the engine is initialised: loading weights may hold the loop up for a while."""
     step_timeout_seconds: Annotated[float, Field(gt=0, le=86400)] = 120.0
     """The keeper kills an engine that took no step for this long while requests run."""
     bind_timeout_seconds: Annotated[float, Field(gt=0, le=60)] = 2.0
@@ -110,7 +153,7 @@ class EngineSettings(WorkerSettings):
     dtype: str = "float32"
     max_model_len: Annotated[int, Field(ge=16)] = 2048
     kv_cache_bytes: Annotated[int, Field(ge=MIB)] = 512 * MIB
-    engine_args: tuple[str, ...] = ()
+    engine_args: Arguments = ()
     """Further arguments for vLLM, as ``vllm serve`` takes them."""
     sim: SimSettings = Field(default_factory=SimSettings)
 
@@ -119,7 +162,7 @@ class PodSettings(WorkerSettings):
     """The supervisor of one pod on this machine."""
 
     shadows: Annotated[int, Field(ge=0, le=1)] = 1
-    admin_ports: tuple[Port, ...] = (8101, 8102)
+    admin_ports: Ports = (8101, 8102)
     gms_metrics_port: Annotated[int, Field(ge=0, le=65535)] = 8109
     gms_memory_limit_bytes: Annotated[int, Field(ge=0)] = 0
     """0: no limit but the machine's."""

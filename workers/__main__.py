@@ -1,0 +1,66 @@
+"""``python -m workers engine|pod``: the worker's processes. Flags are the settings' names with dashes; flags win."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from typing import Any
+
+from pydantic_settings import BaseSettings
+
+from workers.exit_codes import ExitCode
+from workers.lifeline import ParentGone, die_with_parent
+from workers.logs import configure_logging
+from workers.settings import EngineSettings, PodSettings, SettingsError, WorkerSettings, load_settings
+
+logger = logging.getLogger(__name__)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code (contracts: ``workers.exit_codes``)."""
+    parser = argparse.ArgumentParser(prog="hotspare", description=__doc__, allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", required=True)
+    _add_flags(commands.add_parser("engine", help="a keeper and its engine", allow_abbrev=False), EngineSettings)
+    _add_flags(commands.add_parser("pod", help="a memory service and its engines", allow_abbrev=False), PodSettings)
+    flags = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
+    command = flags.pop("command")
+    try:
+        settings: WorkerSettings = load_settings(PodSettings if command == "pod" else EngineSettings, flags)
+    except SettingsError as error:
+        print(f"hotspare {command}: {error}", file=sys.stderr)
+        return ExitCode.BAD_CONFIGURATION
+    configure_logging(form=settings.log_format, level=settings.log_level)
+    try:
+        die_with_parent(settings.parent_pid)
+    except ParentGone as error:
+        logger.error("%s; ending with it", error)
+        return ExitCode.FORCED
+    # What this process starts is tied to this process, not to its parent.
+    os.environ.pop("HOTSPARE_PARENT_PID", None)
+    if isinstance(settings, PodSettings):
+        import asyncio
+
+        from workers.pod import run_pod
+
+        return asyncio.run(run_pod(settings))
+    if isinstance(settings, EngineSettings):
+        from workers.factory import run_engine_process
+
+        return run_engine_process(settings)
+    raise AssertionError(f"no such command: {command}")
+
+
+def _add_flags(parser: argparse.ArgumentParser, settings: type[BaseSettings]) -> None:
+    for name, field in settings.model_fields.items():
+        if name in ("sim", "parent_pid"):
+            continue  # the environment only: HOTSPARE_SIM_*, and what a supervisor sets
+        options: dict[str, Any] = {"dest": name, "default": None, "metavar": name.upper()}
+        if field.annotation is bool:
+            options = {"dest": name, "default": None, "action": argparse.BooleanOptionalAction}
+        parser.add_argument(f"--{name.replace('_', '-')}", **options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,112 @@
+"""The engine's admin port, open from its first moment to its last: probes, metrics, state. Loopback in development.
+
+``/live`` and ``/health`` answer different questions: the first, whether a restart would help; the second, whether this
+engine is good for something now: serving, or parked and ready to take over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+import msgspec
+
+from workers import metrics
+from workers.asgi import Receive, Scope, Send, respond, respond_error, respond_json
+from workers.contract import Role
+from workers.engine import EngineMemory
+
+_HEALTHY: Final = {Role.ACTIVE: "serving", Role.HANDOVER: "serving", Role.STANDBY: "parked"}
+
+
+class Promotion(msgspec.Struct, frozen=True, kw_only=True):
+    """When the parts of this engine's last promotion were done: ``time.monotonic()`` seconds, which on Linux is one
+    clock for all processes of a machine."""
+
+    epoch: int
+    granted: float
+    """The kernel gave the lock."""
+    epoch_written: float
+    memory_mapped: float
+    bound: float
+    """The serving port listens."""
+
+
+class EngineState(msgspec.Struct, frozen=True, kw_only=True):
+    """The document at ``/state``."""
+
+    worker: str
+    instance: str
+    engine: str
+    role: Role
+    role_seconds: float
+    pid: int
+    keeper_pid: int | None
+    epoch: int
+    inflight: int
+    capacity: int
+    steps: int
+    models: tuple[str, ...]
+    standby: Role | None
+    memory: EngineMemory | None
+    rss_bytes: int
+    monotonic: float
+    promotion: Promotion | None = None
+    failure: str | None = None
+
+
+class AdminApp:
+    """ASGI application of the admin port."""
+
+    def __init__(self, state: Callable[[], EngineState]) -> None:
+        self._state = state
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            raise RuntimeError(f"the admin port speaks HTTP only, not {scope['type']}")
+        handler = {
+            "/live": self._live,
+            "/health": self._health,
+            "/metrics": self._metrics,
+            "/state": self._send_state,
+        }
+        if scope["path"] not in handler:
+            await respond_error(
+                send,
+                404,
+                message=f"no such path: {scope['path']}",
+                kind="invalid_request_error",
+                code="not_found",
+            )
+        elif scope["method"] not in ("GET", "HEAD"):
+            await respond_error(
+                send,
+                405,
+                message="the admin port is read with GET",
+                kind="invalid_request_error",
+                code="method_not_allowed",
+            )
+        else:
+            await handler[scope["path"]](send)
+
+    async def _live(self, send: Send) -> None:
+        state = self._state()
+        ok = state.role is not Role.FAILED
+        await respond_json(send, 200 if ok else 503, {"status": "live" if ok else "failed", "reason": state.failure})
+
+    async def _health(self, send: Send) -> None:
+        state = self._state()
+        status = _HEALTHY.get(state.role)
+        await respond_json(
+            send,
+            200 if status else 503,
+            {"status": status or state.role.lower(), "role": state.role, "epoch": state.epoch},
+        )
+
+    async def _metrics(self, send: Send) -> None:
+        state = self._state()
+        body = metrics.render(epoch=state.epoch, steps=state.steps, inflight=state.inflight)
+        await respond(send, 200, body, content_type=metrics.CONTENT_TYPE)
+
+    async def _send_state(self, send: Send) -> None:
+        await respond_json(send, 200, self._state())

@@ -1,0 +1,48 @@
+"""One small HTTP GET on a neighbour's admin port: probes and the spare's role. Not for anything that streams."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Final
+
+MAX_ANSWER_BYTES: Final = 256 * 1024
+
+
+class GetFailed(Exception):
+    """No whole, sensible answer came within the deadline; the message says what came instead."""
+
+
+async def http_get(host: str, port: int, path: str, *, timeout_seconds: float) -> tuple[int, bytes]:
+    """Status and body of ``GET path``, on a connection of its own that is closed afterwards.
+
+    Raises:
+        GetFailed: refused, reset, too slow, too long, or not HTTP.
+    """
+    try:
+        async with asyncio.timeout(timeout_seconds):
+            return await _get(host, port, path)
+    except TimeoutError:
+        raise GetFailed(f"no answer from {host}:{port}{path} within {timeout_seconds:g} s") from None
+    except OSError as error:
+        raise GetFailed(f"{host}:{port}{path}: {error.strerror or error}") from error
+
+
+async def _get(host: str, port: int, path: str) -> tuple[int, bytes]:
+    reader, writer = await asyncio.open_connection(host, port, limit=MAX_ANSWER_BYTES)
+    try:
+        writer.write(f"GET {path} HTTP/1.1\r\nhost: {host}:{port}\r\nconnection: close\r\n\r\n".encode())
+        answer = await reader.read(MAX_ANSWER_BYTES + 1)
+        while (more := await reader.read(MAX_ANSWER_BYTES + 1)) and len(answer) <= MAX_ANSWER_BYTES:
+            answer += more
+    finally:
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
+    if len(answer) > MAX_ANSWER_BYTES:
+        raise GetFailed(f"{host}:{port}{path} answers more than {MAX_ANSWER_BYTES} bytes")
+    head, separator, body = answer.partition(b"\r\n\r\n")
+    fields = head.split(b" ", 2)
+    if not separator or len(fields) < 2 or not fields[0].startswith(b"HTTP/1.") or not fields[1].isdigit():
+        raise GetFailed(f"{host}:{port}{path} does not answer in HTTP")
+    return int(fields[1]), body

@@ -1,0 +1,238 @@
+"""The keeper: a parent that has imported everything, forks the engine, watches it, and forks again when it dies.
+
+Importing vLLM takes several times longer than starting an engine from its modules, so the keeper pays it once: after a
+death the next engine is a fork, ready in seconds. That works because the keeper stays simple: one thread, no event
+loop, no sockets, no CUDA, nothing that a fork would tear.
+
+It also is the nearest one to notice an engine that hangs: beats come over a pipe, and silence ends with SIGKILL, which
+works on a stopped process too and does not wait for anybody's grace period (``workers.heartbeat`` decides).
+
+Signal handlers only enqueue: they write a byte to a pipe that the one loop polls, with the beats and the engine's
+pidfd.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import select
+import shutil
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from workers.exit_codes import ExitCode
+from workers.heartbeat import BEAT_BYTES, BeatDecoder, Stuck, Watchdog
+from workers.lifeline import die_with_parent
+from workers.probes import CrashLoop, Decision
+from workers.role import Role
+
+logger = logging.getLogger(__name__)
+
+EngineMain = Callable[[int], int]
+"""Runs an engine to its end in the forked process: write end of the heartbeat pipe in, exit code out."""
+
+_LOOK_MS: Final = 250
+_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+
+
+class KeeperTimeouts(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds of silence after which an engine is killed; see ``workers.heartbeat.Watchdog``."""
+
+    beat: float
+    init_beat: float
+    step: float
+
+
+class _Life(msgspec.Struct, frozen=True, kw_only=True):
+    """How one engine's life ended."""
+
+    status: int
+    """Exit code, or minus the signal's number, as in subprocess."""
+    reached_standby: bool
+    stuck: Stuck | None
+
+
+class Keeper:
+    """Forks one engine after another until it is told to stop or the engine cannot live."""
+
+    def __init__(self, *, name: str, engine_main: EngineMain, runtime_dir: Path, timeouts: KeeperTimeouts) -> None:
+        """``runtime_dir`` belongs to the engine: made empty before each life, removed after it."""
+        self._name = name
+        self._engine_main = engine_main
+        self._runtime_dir = runtime_dir
+        self._timeouts = timeouts
+        self._stops = 0
+
+    def run(self) -> int:
+        """Keep an engine alive; returns this process's exit code."""
+        crash_loop = CrashLoop()
+        gc.collect()
+        gc.freeze()  # what is shared with every engine stays shared: a collection would touch, and so copy, the pages
+        with self._signals() as wakeup:
+            while True:
+                life = self._one_life(wakeup)
+                if self._stops:
+                    return self._stopped(life)
+                if life.status == ExitCode.BAD_CONFIGURATION:
+                    return ExitCode.BAD_CONFIGURATION
+                verdict = crash_loop.died(time.monotonic(), reached_standby=life.reached_standby)
+                if verdict.decision is Decision.GIVE_UP:
+                    logger.error(
+                        "%s: giving up: it died again and again before it was ready even once (%s); "
+                        "the lines above say why",
+                        self._name,
+                        _describe(life),
+                    )
+                    return ExitCode.ENGINE_DEAD
+                logger.warning(
+                    "%s: the engine is gone (%s); forking the next one%s",
+                    self._name,
+                    _describe(life),
+                    f" in {verdict.delay_seconds:g} s" if verdict.delay_seconds else "",
+                )
+                if verdict.delay_seconds and self._wait(wakeup, verdict.delay_seconds):
+                    return ExitCode.DRAINED
+
+    def _stopped(self, life: _Life) -> int:
+        if self._stops > 1 or life.status < 0:
+            return ExitCode.FORCED
+        return life.status
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[int]:
+        read, write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        old_wakeup = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        old = {number: signal.signal(number, lambda *_: None) for number in _SIGNALS}
+        try:
+            yield read
+        finally:
+            signal.set_wakeup_fd(old_wakeup)
+            for number, handler in old.items():
+                signal.signal(number, handler)
+            os.close(read)
+            os.close(write)
+
+    def _wait(self, wakeup: int, seconds: float) -> bool:
+        """Wait; True if told to stop meanwhile."""
+        poller = select.poll()
+        poller.register(wakeup, select.POLLIN)
+        deadline = time.monotonic() + seconds
+        while (left := deadline - time.monotonic()) > 0:
+            if poller.poll(left * 1000) and self._take_signals(wakeup):
+                return True
+        return False
+
+    def _take_signals(self, wakeup: int) -> int:
+        """How many requests to stop have come since the last look."""
+        try:
+            came = sum(number in _SIGNALS for number in os.read(wakeup, 512))
+        except BlockingIOError:
+            return 0
+        self._stops += came
+        return came
+
+    def _one_life(self, wakeup: int) -> _Life:
+        self._clean_runtime_dir()
+        self._runtime_dir.mkdir(mode=0o700)
+        beats, engine_end = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        pidfd = -1
+        try:
+            pid = self._fork(engine_end, inherited=(beats, wakeup))
+            os.close(engine_end)
+            engine_end = -1
+            pidfd = os.pidfd_open(pid)
+            return self._watch(pid, pidfd, beats, wakeup)
+        finally:
+            for fd in (beats, engine_end, pidfd):
+                if fd >= 0:
+                    os.close(fd)
+            self._clean_runtime_dir()
+
+    def _clean_runtime_dir(self) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(self._runtime_dir)
+
+    def _fork(self, engine_end: int, *, inherited: tuple[int, ...]) -> int:
+        threads = len(os.listdir("/proc/self/task"))
+        if threads != 1:
+            raise RuntimeError(
+                f"the keeper has {threads} threads and must have one: a fork would lose the others' locks"
+            )
+        sys.stdout.flush()
+        sys.stderr.flush()
+        keeper_pid = os.getpid()
+        pid = os.fork()
+        if pid:
+            return pid
+        code: int = ExitCode.FORCED
+        try:
+            # The engine's own process from here on. SIGINT of a terminal reaches the keeper too, which passes it on.
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            for fd in inherited:
+                os.close(fd)
+            die_with_parent(keeper_pid)
+            code = self._engine_main(engine_end)
+        except BaseException:  # the process ends here in any case, and must say why
+            traceback.print_exc()
+            code = ExitCode.ENGINE_DEAD
+        finally:
+            # Not sys.exit: the parent's clean-up handlers and stack are not this process's to run.
+            logging.shutdown()
+            with contextlib.suppress(OSError):
+                sys.stdout.flush()
+            with contextlib.suppress(OSError):
+                sys.stderr.flush()
+            os._exit(code)
+
+    def _watch(self, pid: int, pidfd: int, beats: int, wakeup: int) -> _Life:
+        watchdog = Watchdog(
+            now=time.monotonic(),
+            beat_timeout=self._timeouts.beat,
+            init_beat_timeout=self._timeouts.init_beat,
+            step_timeout=self._timeouts.step,
+        )
+        decoder = BeatDecoder()
+        reached_standby, told, stuck = False, 0, None
+        poller = select.poll()
+        for fd in (pidfd, beats, wakeup):
+            poller.register(fd, select.POLLIN)
+        while True:
+            ready = {fd for fd, _ in poller.poll(_LOOK_MS)}
+            now = time.monotonic()
+            if beats in ready:
+                data = os.read(beats, 4096 * BEAT_BYTES)
+                if not data:
+                    poller.unregister(beats)
+                elif beat := decoder.feed(data):
+                    watchdog.beat(beat, now=now)
+                    reached_standby = reached_standby or beat.role is not Role.INIT
+            if pidfd in ready:
+                _, status = os.waitpid(pid, 0)
+                return _Life(status=os.waitstatus_to_exitcode(status), reached_standby=reached_standby, stuck=stuck)
+            if wakeup in ready:
+                self._take_signals(wakeup)
+            if self._stops > told:
+                told = self._stops
+                os.kill(pid, signal.SIGTERM if told == 1 else signal.SIGKILL)
+            if stuck is None and (stuck := watchdog.look(now=now)):
+                logger.error("%s: killing the engine (pid %d): %s", self._name, pid, stuck.value)
+                os.kill(pid, signal.SIGKILL)
+
+
+def _describe(life: _Life) -> str:
+    if life.stuck:
+        return f"killed, since {life.stuck.value}"
+    if life.status < 0:
+        return f"killed by {signal.Signals(-life.status).name}"
+    return f"exit code {life.status}"

@@ -1,0 +1,383 @@
+"""One engine's life, from its first look at the lock to its exit: who acts on ``workers.role``'s table.
+
+    initialize ─► STANDBY: wait on the lock ─► PROMOTING: epoch, memory, port ─► ACTIVE: serve ─► drain ─► exit
+
+Order is everything here and stands in one place: the lock is open before any socket (whoever builds this sees to it),
+the epoch is written before memory is asked for, the port is bound last. What fails between the grant and the port is
+rolled back in reverse, and the lock goes to the other engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import resource
+import signal
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from typing import Any, Final
+
+import msgspec
+
+from workers import metrics
+from workers.admin import AdminApp, EngineState, Promotion
+from workers.binding import PortTaken, bind, bind_when_free
+from workers.contract import Role, WatchLine
+from workers.engine import Engine, EngineConfigError, EngineDeadError, EngineMemory
+from workers.exit_codes import ExitCode
+from workers.failover_lock import FailoverLockError, FlockFailoverLock
+from workers.heartbeat import BEAT_PERIOD_SECONDS, Beat, encode_beat
+from workers.http_get import GetFailed, http_get
+from workers.http_server import serve_http
+from workers.role import RoleEvent, RoleMachine
+from workers.serving import Change, ServingApp
+from workers.settings import EngineSettings
+
+logger = logging.getLogger(__name__)
+
+HEALTH_CHECK_SECONDS: Final = 2.0
+"""HEALTH_CHECK_INTERVAL of the reference system."""
+NEIGHBOUR_SECONDS: Final = 1.0
+SHUTDOWN_SECONDS: Final = 30.0
+"""ENGINE_SHUTDOWN_TIMEOUT of the reference system."""
+
+
+class _Leave(Exception):
+    """Told to stop."""
+
+
+class EngineLife:
+    """Drives one engine. Build it in a process of its own, with the lock opened first, and run it once."""
+
+    def __init__(
+        self,
+        *,
+        settings: EngineSettings,
+        engine: Engine,
+        lock: FlockFailoverLock,
+        heartbeat_fd: int | None,
+        keeper_pid: int | None,
+    ) -> None:
+        self._settings = settings
+        self._engine = engine
+        self._lock = lock
+        self._heartbeat_fd = heartbeat_fd
+        self._keeper_pid = keeper_pid
+        self._machine = RoleMachine(now=time.monotonic())
+        self._change = Change()
+        self._leave = asyncio.Event()
+        self._serving: ServingApp | None = None
+        self._promotion: Promotion | None = None
+        self._standby: Role | None = None
+        self._epoch = 0
+        self._initialized = False
+        self._failure: str | None = None
+        metrics.record_role(self._machine.role)
+
+    async def run(self) -> int:
+        """Live; returns the exit code of contracts.md, whose reason has been logged."""
+        code = ExitCode.ENGINE_DEAD
+        with self._signals():
+            try:
+                async with self._admin(), asyncio.TaskGroup() as group:
+                    helpers = [group.create_task(self._beat()), group.create_task(self._look_at_neighbours())]
+                    try:
+                        code = await self._live()
+                    finally:
+                        for helper in helpers:
+                            helper.cancel()
+            except PortTaken as error:
+                logger.error("the admin port cannot be opened: %s; set HOTSPARE_ADMIN_PORT", error)
+                code = ExitCode.BAD_CONFIGURATION
+            except OSError as error:
+                logger.error(
+                    "the admin port %s:%d cannot be opened: %s",
+                    self._settings.host,
+                    self._settings.admin_port,
+                    error,
+                )
+                code = ExitCode.BAD_CONFIGURATION
+        logger.info("engine %s exits with %d (%s)", self._settings.engine_id, code, code.name)
+        return code
+
+    # --- the way through the states
+
+    async def _live(self) -> ExitCode:
+        code = ExitCode.ENGINE_DEAD
+        try:
+            await self._or_leave(self._initialize())
+            while True:
+                await self._or_leave(self._lock.acquire())
+                try:
+                    sock = await self._promote()
+                except (EngineDeadError, FailoverLockError):
+                    raise
+                except Exception as error:
+                    await self._roll_back(error)
+                    continue
+                await self._serve(sock)
+        except _Leave:
+            self._handle(RoleEvent.STOPPED)
+            code = ExitCode.DRAINED
+        except EngineConfigError as error:
+            self._fail(str(error))
+            code = ExitCode.BAD_CONFIGURATION
+        except (EngineDeadError, FailoverLockError) as error:
+            self._fail(str(error))
+        except Exception:
+            logger.exception("the engine ends on an error that nothing above it expected")
+            self._fail("internal error")
+        finally:
+            await self._shut_down_engine()
+            self._lock.close()
+        return code
+
+    async def _initialize(self) -> None:
+        started = time.monotonic()
+        await self._engine.initialize()
+        self._initialized = True
+        self._handle(RoleEvent.INITIALIZED)
+        logger.info(
+            "engine %s is ready and parked after %.2f s, weights: %s",
+            self._settings.engine_id,
+            time.monotonic() - started,
+            self._engine.memory().weights_role,
+        )
+
+    async def _promote(self) -> Any:
+        """From the grant to a bound port; returns the listening socket."""
+        granted = self._lock.granted_at or time.monotonic()
+        self._handle(RoleEvent.LOCK_GRANTED)
+        self._epoch = self._lock.advance_epoch()
+        written = time.monotonic()
+        await self._engine.wake(epoch=self._epoch)
+        mapped = time.monotonic()
+        sock = await bind_when_free(
+            self._settings.host,
+            self._settings.serving_port,
+            timeout_seconds=self._settings.bind_timeout_seconds,
+        )
+        self._promotion = Promotion(
+            epoch=self._epoch,
+            granted=granted,
+            epoch_written=written,
+            memory_mapped=mapped,
+            bound=time.monotonic(),
+        )
+        return sock
+
+    async def _roll_back(self, error: Exception) -> None:
+        """Promotion failed: everything back, the lock too, so that the other engine may try."""
+        logger.error("engine %s could not be promoted and parks again: %s", self._settings.engine_id, error)
+        await self._engine.park()
+        metrics.record_promotion("rolled_back", {})
+        self._handle(RoleEvent.PROMOTION_ROLLED_BACK)
+        self._lock.release()
+        # Whoever else waits gets its turn first; alone, this engine does not spin on what ails it.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._settings.heartbeat_seconds):
+                await self._leave.wait()
+
+    async def _serve(self, sock: Any) -> None:
+        """Serve until told to leave or dead."""
+        serving = ServingApp(
+            self._engine.app(),
+            watch_line=self._watch_line,
+            change=self._change,
+            capacity=self._settings.capacity,
+            heartbeat_seconds=self._settings.heartbeat_seconds,
+        )
+        self._serving = serving
+        async with serve_http(serving, sock):
+            self._handle(RoleEvent.PROMOTED)
+            self._record_promotion()
+            try:
+                await self._or_leave(self._monitor())
+            except _Leave:
+                self._handle(RoleEvent.DRAIN_STARTED)
+                serving.refuse("it is shutting down")
+                if not await serving.wait_idle(timeout_seconds=self._settings.drain_timeout_seconds):
+                    logger.warning(
+                        "%d requests did not end within the drain timeout of %g s and are cut",
+                        serving.inflight,
+                        self._settings.drain_timeout_seconds,
+                    )
+                raise
+            finally:
+                serving.close_watches()
+
+    def _record_promotion(self) -> None:
+        done = self._promotion
+        if done is None:
+            raise RuntimeError("serving without a promotion")
+        metrics.record_promotion(
+            "promoted",
+            {
+                "epoch": done.epoch_written - done.granted,
+                "memory": done.memory_mapped - done.epoch_written,
+                "bind": done.bound - done.memory_mapped,
+            },
+        )
+        logger.info(
+            "engine %s is active: epoch %d, %.1f ms after the lock",
+            self._settings.engine_id,
+            done.epoch,
+            (time.monotonic() - done.granted) * 1000,
+        )
+
+    async def _monitor(self) -> None:
+        while True:
+            await self._engine.check_health()
+            await asyncio.sleep(HEALTH_CHECK_SECONDS)
+
+    async def _shut_down_engine(self) -> None:
+        try:
+            async with asyncio.timeout(SHUTDOWN_SECONDS):
+                await self._engine.shutdown()
+        except TimeoutError:
+            logger.error("the engine did not shut down within %g s; its process ends anyway", SHUTDOWN_SECONDS)
+
+    async def _or_leave(self, work: Any) -> None:
+        """Await ``work``, unless told to leave first: then it is cancelled.
+
+        Raises:
+            _Leave: told to leave.
+        """
+        doing = asyncio.ensure_future(work)
+        leaving = asyncio.ensure_future(self._leave.wait())
+        try:
+            await asyncio.wait({doing, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if doing.done():
+                await doing
+            else:
+                raise _Leave
+        finally:
+            for task in (doing, leaving):
+                task.cancel()
+                with suppress(asyncio.CancelledError, Exception):
+                    await task
+
+    # --- what others see
+
+    def _handle(self, event: RoleEvent) -> None:
+        role = self._machine.handle(event, now=time.monotonic())
+        metrics.record_role(role)
+        logger.debug("engine %s is %s", self._settings.engine_id, role)
+        self._change.notify()
+
+    def _fail(self, reason: str) -> None:
+        logger.error("engine %s cannot go on: %s", self._settings.engine_id, reason)
+        self._failure = reason
+        self._handle(RoleEvent.FAILED)
+
+    def _watch_line(self, seq: int) -> WatchLine:
+        settings = self._settings
+        return WatchLine(
+            worker=settings.pod,
+            instance=settings.instance,
+            epoch=self._epoch,
+            engine=settings.engine_id,
+            state=self._machine.role,
+            models=self._engine.models,
+            inflight=self._serving.inflight if self._serving else 0,
+            capacity=settings.capacity,
+            steps=self._engine.steps,
+            seq=seq,
+            standby=self._standby,
+            kv_usage=self._engine.kv_usage(),
+        )
+
+    def _state(self) -> EngineState:
+        settings = self._settings
+        now = time.monotonic()
+        memory: EngineMemory | None = self._engine.memory() if self._initialized else None
+        return EngineState(
+            worker=settings.pod,
+            instance=settings.instance,
+            engine=settings.engine_id,
+            role=self._machine.role,
+            role_seconds=now - self._machine.since,
+            pid=os.getpid(),
+            keeper_pid=self._keeper_pid,
+            epoch=self._epoch,
+            inflight=self._serving.inflight if self._serving else 0,
+            capacity=settings.capacity,
+            steps=self._engine.steps if self._initialized else 0,
+            models=self._engine.models if self._initialized else (),
+            standby=self._standby,
+            memory=memory,
+            rss_bytes=_rss_bytes(),
+            monotonic=now,
+            promotion=self._promotion,
+            failure=self._failure,
+        )
+
+    @asynccontextmanager
+    async def _admin(self) -> AsyncIterator[None]:
+        sock = bind(self._settings.host, self._settings.admin_port)
+        async with serve_http(AdminApp(self._state), sock):
+            yield
+
+    async def _beat(self) -> None:
+        """Tell the keeper that this loop runs, and how far the engine is."""
+        if self._heartbeat_fd is None:
+            return
+        while True:
+            beat = Beat(
+                self._engine.steps if self._initialized else 0,
+                self._engine.busy if self._initialized else False,
+                self._machine.role,
+            )
+            try:
+                os.write(self._heartbeat_fd, encode_beat(beat))
+            except BlockingIOError:
+                logger.warning("the keeper does not read this engine's heartbeat")
+            await asyncio.sleep(BEAT_PERIOD_SECONDS)
+
+    async def _look_at_neighbours(self) -> None:
+        """Learn whether the pod has a spare, for the watch. A neighbour that does not answer is none."""
+        ports = self._settings.standby_admin_ports
+        if not ports:
+            return
+        while True:
+            roles = [await self._role_at(port) for port in ports]
+            best = Role.STANDBY if Role.STANDBY in roles else next((role for role in roles if role), None)
+            if best is not self._standby:
+                self._standby = best
+                self._change.notify()
+            await asyncio.sleep(NEIGHBOUR_SECONDS)
+
+    async def _role_at(self, port: int) -> Role | None:
+        try:
+            _, body = await http_get(self._settings.host, port, "/health", timeout_seconds=NEIGHBOUR_SECONDS)
+            return Role(msgspec.json.decode(body, type=dict[str, Any])["role"])
+        except (GetFailed, msgspec.DecodeError, KeyError, ValueError):
+            return None
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """SIGTERM (and SIGINT, unless a keeper passes it on) asks to leave; a second one ends the process now."""
+        loop = asyncio.get_running_loop()
+        numbers = [signal.SIGTERM] if self._keeper_pid else [signal.SIGTERM, signal.SIGINT]
+
+        def asked() -> None:
+            if self._leave.is_set():
+                logger.error("a second signal: engine %s ends now", self._settings.engine_id)
+                logging.shutdown()
+                os._exit(ExitCode.FORCED)
+            self._leave.set()
+
+        for number in numbers:
+            loop.add_signal_handler(number, asked)
+        try:
+            yield
+        finally:
+            for number in numbers:
+                loop.remove_signal_handler(number)
+
+
+def _rss_bytes() -> int:
+    with open("/proc/self/statm", "rb") as statm:
+        return int(statm.read().split()[1]) * resource.getpagesize()
