@@ -1,0 +1,168 @@
+"""The sim's bytes: weights shared through the memory service, and KV pages that hold the tokens being made.
+
+Both are really used, so that what is wrong with memory shows: the next token is read out of the weights, and each one
+is written to the request's KV slot and read back. Pages that are not there end the process (SIGSEGV), as they would
+end a real engine. Without a memory service both are private memory. Calls block and belong in a thread.
+"""
+
+from __future__ import annotations
+
+import mmap
+from hashlib import sha256
+
+import msgspec
+
+from gms.client import GmsClient, LeaseMode
+from gms.mapping import Reservation
+from workers.engine import EngineConfigError, EngineDeadError
+from workers.engines.sim.batch import SimRequest
+from workers.engines.sim.tokens import WeightsPattern, page_aligned
+from workers.memory import KvMemory, MemoryService
+from workers.settings import SimSettings
+
+WEIGHTS_TAG = "weights"
+WORD_BYTES = 8
+MIN_SLOT_WORDS = 8
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """What the writer of the weights tells their readers."""
+
+    layout: str
+    weights_bytes: int
+
+
+def layout_key(settings: SimSettings) -> str:
+    """Names the weights by what they hold: the pools of engines with other settings are other pools."""
+    return sha256(f"sim 1 {settings.seed} {settings.weights_bytes}".encode()).hexdigest()
+
+
+class SimWeights:
+    """The weights, mapped read-only from ``attach`` to ``close``."""
+
+    def __init__(self, settings: SimSettings, service: MemoryService | None) -> None:
+        self._settings = settings
+        self._service = service
+        self._client: GmsClient | None = None
+        self._range: Reservation | None = None
+        self._private: mmap.mmap | None = None
+        self.size_bytes = page_aligned(settings.weights_bytes)
+        self.role = "private"
+        self.words: memoryview = memoryview(b"").cast("Q")
+        """The weights as 64-bit words; empty until attached."""
+
+    def attach(self) -> None:
+        """Write the weights if nobody has, and map them read-only.
+
+        Raises:
+            EngineConfigError: the pool holds something else.
+            gms.client.GmsError: no service, no memory, or another writer that does not come to an end.
+        """
+        pattern = WeightsPattern(seed=self._settings.seed, size_bytes=self.size_bytes)
+        if self._service is None:
+            self._private = mmap.mmap(-1, self.size_bytes)
+            pattern.fill(memoryview(self._private).cast("Q"))
+            self.words = memoryview(self._private).toreadonly().cast("Q")
+            return
+        self._range = Reservation(self.size_bytes)
+        self._client = self._service.connect()
+        self.role = self._attach_pool(self._service, self._client, self._range, pattern)
+        self.words = _words(self._range).toreadonly()
+
+    def _attach_pool(
+        self, service: MemoryService, client: GmsClient, place: Reservation, pattern: WeightsPattern
+    ) -> str:
+        """Returns ``writer`` or ``reader``. The lease lives as long as the connection."""
+        key = layout_key(self._settings)
+        manifest = Manifest(layout=key, weights_bytes=self.size_bytes)
+        lease = client.attach(f"weights/{key}", LeaseMode.RW_OR_RO, timeout_seconds=service.timeout_seconds)
+        if lease.mode is LeaseMode.RW:
+            with lease.allocate(WEIGHTS_TAG, self.size_bytes) as pages:
+                place.map(pages.fd, writable=True)
+                pattern.fill(_words(place))
+                place.unmap()
+                lease.commit(msgspec.json.encode(manifest))
+                place.map(pages.fd, writable=False)
+            return "writer"
+        if msgspec.json.decode(lease.manifest, type=Manifest) != manifest:
+            raise EngineConfigError(f"the pool weights/{key} holds {lease.manifest!r}, not the sim's weights")
+        with lease.export(WEIGHTS_TAG) as pages:
+            place.map(pages.fd, writable=False)
+        return "reader"
+
+    def close(self) -> None:
+        """Give the mapping and the lease back. Twice is fine."""
+        self.words = memoryview(b"").cast("Q")
+        if self._range is not None:
+            self._range.close()
+        if self._client is not None:
+            self._client.close()
+        self._range = self._client = self._private = None
+
+
+class SimKv:
+    """KV pages as 64-bit words, cut into one slot a request; a slot is a ring, so that any length fits."""
+
+    def __init__(self, settings: SimSettings, service: MemoryService | None, *, slots: int) -> None:
+        """Reserve the range.
+
+        Raises:
+            EngineConfigError: ``kv_bytes`` has not room for ``slots`` requests.
+        """
+        self.size_bytes = page_aligned(settings.kv_bytes)
+        self._slot_words = self.size_bytes // WORD_BYTES // slots
+        if self._slot_words < MIN_SLOT_WORDS:
+            raise EngineConfigError(
+                f"sim.kv_bytes ({settings.kv_bytes}) is too small for a capacity of {slots} requests: "
+                f"it takes {slots * MIN_SLOT_WORDS * WORD_BYTES} bytes"
+            )
+        self._pages = None if service is None else KvMemory(service, size_bytes=self.size_bytes)
+        self._private: mmap.mmap | None = None
+        self._words: memoryview = memoryview(b"").cast("Q")
+
+    @property
+    def mapped(self) -> bool:
+        return self._pages.mapped if self._pages is not None else self._private is not None
+
+    def map(self, *, epoch: int) -> None:
+        """Put pages behind the range. Raises what ``KvMemory.map`` raises; nothing stays mapped then."""
+        if self._pages is None:
+            self._private = mmap.mmap(-1, self.size_bytes)
+            self._words = memoryview(self._private).cast("Q")
+        else:
+            self._pages.map(epoch=epoch)
+            self._words = _words(self._pages.range)
+
+    def unmap(self) -> None:
+        """Take the pages away; the caller vouches that no step runs. Harmless if nothing is mapped."""
+        self._private = None
+        if self._pages is None:
+            self._words = memoryview(b"").cast("Q")
+        elif self._pages.mapped:
+            self._pages.unmap()
+
+    def close(self) -> None:
+        self.unmap()
+        self._words = memoryview(b"").cast("Q")
+        if self._pages is not None:
+            self._pages.close()
+
+    def through(self, request: SimRequest, token: int) -> int:
+        """Write a request's new token to its slot and return what the slot then holds.
+
+        Raises:
+            EngineDeadError: the pages gave back something else: somebody else writes there.
+        """
+        index = len(request.tokens)
+        at = request.slot * self._slot_words + (request.prompt_tokens + index) % self._slot_words
+        written = (request.digest & 0xFFFF_FFFF) << 32 | token
+        self._words[at] = written
+        held = self._words[at]
+        if held != written:
+            raise EngineDeadError(f"the KV pages hold {held:#x} where {written:#x} was written")
+        return held & 0xFFFF_FFFF
+
+
+def _words(place: Reservation) -> memoryview:
+    """The range as 64-bit words. Touches no page; reading or writing what is not mapped is a SIGSEGV."""
+    return memoryview(place.buffer()).cast("B").cast("Q")

@@ -1,0 +1,130 @@
+"""When to believe a probe, and when to start again what died.
+
+Pure counters, fed with times in seconds of whatever monotonic clock the caller uses. The pod's supervisor asks
+``Liveness`` whether an engine must be killed and ``Backoff`` how long to wait before it starts a process again; an
+engine's keeper asks ``CrashLoop`` whether forking again makes sense at all.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from enum import Enum
+
+import msgspec
+
+
+class Threshold:
+    """A yes or no that changes only after several observations in a row agree, as the kubelet's prober counts."""
+
+    def __init__(self, *, success: int = 1, failure: int = 3, healthy: bool = False) -> None:
+        if success < 1 or failure < 1:
+            raise ValueError("thresholds count observations, so they are at least 1")
+        self._success = success
+        self._failure = failure
+        self._run = 0
+        self.healthy = healthy
+
+    def observe(self, ok: bool) -> bool:
+        """Take one result in, and return whether the subject is healthy now."""
+        if ok == self.healthy:
+            self._run = 0
+            return self.healthy
+        self._run += 1
+        if self._run >= (self._success if ok else self._failure):
+            self.healthy = ok
+            self._run = 0
+        return self.healthy
+
+
+class LivenessVerdict(Enum):
+    """What a liveness probe's result means for the process."""
+
+    KEEP = "keep"
+    KILL_SILENT = "kill_silent"
+    """Answered before, and failed as often in a row as is allowed."""
+    KILL_NEVER_STARTED = "kill_never_started"
+    """Gave no good answer within the start-up time."""
+
+
+class Liveness:
+    """Whether one process must be killed, from the results of its liveness probe.
+
+    Failures before the first good answer do not count, for at most ``startup_seconds``: a starting process is not a
+    hung one. Make a new one for each start.
+    """
+
+    def __init__(self, *, started: float, startup_seconds: float, failures: int) -> None:
+        self._deadline = started + startup_seconds
+        self._threshold = Threshold(success=1, failure=failures, healthy=True)
+        self.answered = False
+
+    def observe(self, ok: bool, *, now: float) -> LivenessVerdict:
+        """Take one result in."""
+        if not self.answered:
+            self.answered = ok
+            if ok or now < self._deadline:
+                return LivenessVerdict.KEEP
+            return LivenessVerdict.KILL_NEVER_STARTED
+        return LivenessVerdict.KEEP if self._threshold.observe(ok) else LivenessVerdict.KILL_SILENT
+
+
+class Backoff:
+    """How long to wait before a process is started again.
+
+    The first death costs nothing: it is restarted at once. Each further one doubles the wait, from
+    ``initial_seconds`` up to ``maximum_seconds``; a life of ``reset_seconds`` or more starts the count over.
+    """
+
+    def __init__(self, *, initial_seconds: float, maximum_seconds: float, reset_seconds: float) -> None:
+        if not 0 < initial_seconds <= maximum_seconds:
+            raise ValueError("a backoff needs 0 < initial_seconds <= maximum_seconds")
+        self._initial = initial_seconds
+        self._maximum = maximum_seconds
+        self._reset = reset_seconds
+        self._next = 0.0
+
+    def died(self, *, lived_seconds: float) -> float:
+        """Seconds to wait now, given how long the process lived."""
+        if lived_seconds >= self._reset:
+            self._next = 0.0
+        delay = self._next
+        self._next = min(max(2 * delay, self._initial), self._maximum)
+        return delay
+
+
+class Decision(Enum):
+    RESTART = "restart"
+    GIVE_UP = "give_up"
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """Start again after ``delay_seconds``, or give up (the delay is 0 then)."""
+
+    decision: Decision
+    delay_seconds: float = 0.0
+
+
+class CrashLoop:
+    """Whether an engine that died is worth forking again.
+
+    ``limit`` deaths within ``window_seconds``, each before the engine reached STANDBY, mean that it cannot start:
+    give up. Any other death is restarted at once, for a spare that is missing is the one thing the pod cannot afford.
+    An engine that got as far as STANDBY proves that it can start, so it clears the count.
+    """
+
+    def __init__(self, *, limit: int = 5, window_seconds: float = 60.0) -> None:
+        if limit < 1 or window_seconds <= 0:
+            raise ValueError("a crash loop needs a limit of at least 1 and a window longer than 0 s")
+        self._window = window_seconds
+        self._deaths: deque[float] = deque(maxlen=limit)
+
+    def died(self, now: float, *, reached_standby: bool) -> Verdict:
+        """Take one death in."""
+        if reached_standby:
+            self._deaths.clear()
+            return Verdict(Decision.RESTART)
+        self._deaths.append(now)
+        full = len(self._deaths) == self._deaths.maxlen
+        if full and now - self._deaths[0] <= self._window:
+            return Verdict(Decision.GIVE_UP)
+        return Verdict(Decision.RESTART)
