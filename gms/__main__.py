@@ -1,0 +1,99 @@
+"""`python -m gms --socket PATH`: runs the memory service of one device until SIGTERM or SIGINT.
+
+Exit codes: 0 ended as asked, 2 bad configuration (one sentence on stderr says which).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import resource
+import signal
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gms.settings import GmsSettings
+
+EXIT_BAD_CONFIGURATION = 2
+
+
+def main() -> int:
+    flags = vars(_parser().parse_args())
+    from pydantic import ValidationError
+
+    from gms.settings import GmsSettings
+
+    try:
+        settings = GmsSettings(**{name: value for name, value in flags.items() if value is not None})
+    except ValidationError as error:
+        return _refuse("; ".join(_sentence(item["loc"], item["msg"]) for item in error.errors(include_url=False)))
+    if settings.parent_pid is not None:
+        from gms.parent import die_with
+
+        if not die_with(settings.parent_pid):
+            return _refuse(
+                f"The parent process {settings.parent_pid} (HOTSPARE_PARENT_PID) is gone, or is not the parent."
+            )
+    from gms import logs
+
+    logs.configure(settings.log_level, settings.log_format)
+    _allow_files()
+    return asyncio.run(_run(settings))
+
+
+async def _run(settings: GmsSettings) -> int:
+    from gms.factory import running
+    from gms.server import StartError
+
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    log = logging.getLogger("gms")
+    try:
+        async with running(settings):
+            limit = f"{settings.memory_limit} bytes at most" if settings.memory_limit else "no memory limit"
+            log.info("memory service for %s listens on %s, %s", settings.device, settings.socket, limit)
+            await stop.wait()
+            log.info("memory service for %s ends", settings.device)
+    except StartError as error:
+        return _refuse(str(error))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="gms", description="Hotspare's memory service: owns the pages of one device.")
+    parser.add_argument("--socket", metavar="PATH", help="Unix socket to listen on (HOTSPARE_GMS_SOCKET)")
+    parser.add_argument("--device", metavar="KIND:N", help="cpu:0 (HOTSPARE_GMS_DEVICE)")
+    parser.add_argument(
+        "--memory-limit",
+        metavar="SIZE",
+        help="most that may be allocated, e.g. 512MiB (HOTSPARE_GMS_MEMORY_LIMIT)",
+    )
+    parser.add_argument(
+        "--metrics-port", metavar="PORT", help="serve /metrics there; 0: do not (HOTSPARE_GMS_METRICS_PORT)"
+    )
+    return parser
+
+
+def _allow_files() -> None:
+    """Each allocation is a descriptor; the usual soft limit of 1024 is for programs that use select()."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _sentence(location: tuple[int | str, ...], message: str) -> str:
+    name = str(location[0]) if location else "settings"
+    variable = name if name.isupper() else f"HOTSPARE_GMS_{name.upper()}"
+    flag = f" or --{name.replace('_', '-')}" if name in ("socket", "device", "memory_limit", "metrics_port") else ""
+    return f"{variable}{flag}: {message}."
+
+
+def _refuse(sentence: str) -> int:
+    print(f"gms: {sentence}", file=sys.stderr)
+    return EXIT_BAD_CONFIGURATION
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Where pages come from: `host` (memfd) now; every backend implements `base.MemoryBackend`."""

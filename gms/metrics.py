@@ -1,0 +1,121 @@
+"""The service's Prometheus metrics, served from their own threads so that a scrape never holds up a promotion."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import Final, Protocol
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from gms.protocol import Status
+
+ATTACH_BUCKETS: Final = (
+    0.0005,
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1,
+    2.5,
+    5,
+    10,
+    30,
+    60,
+    120,
+    300,
+)
+SNAPSHOT_SECONDS: Final = 2.0
+
+
+class Closeable(Protocol):
+    def shutdown(self) -> None: ...
+    def server_close(self) -> None: ...
+
+
+class StatusCollector(Collector):
+    """Gauges read from the service's status at the moment of the scrape: nothing is stored twice."""
+
+    def __init__(self, status: Callable[[], Status], loop: asyncio.AbstractEventLoop) -> None:
+        self._status = status
+        self._loop = loop
+
+    def describe(self) -> Iterable[GaugeMetricFamily]:
+        """Nothing: else the registry would collect once at registration, on the loop's own thread."""
+        return ()
+
+    def collect(self) -> Iterable[GaugeMetricFamily]:
+        async def snapshot() -> Status:
+            return self._status()
+
+        pending = asyncio.run_coroutine_threadsafe(snapshot(), self._loop)
+        try:
+            status = pending.result(SNAPSHOT_SECONDS)
+        except FutureTimeoutError:
+            pending.cancel()
+            return
+        pool_bytes = GaugeMetricFamily("hotspare_gms_pool_bytes", "Bytes allocated, by pool.", labels=["pool"])
+        orphaned = GaugeMetricFamily(
+            "hotspare_gms_orphaned_bytes",
+            "Bytes that only wait for a former holder's death.",
+            labels=["pool"],
+        )
+        leases = GaugeMetricFamily("hotspare_gms_leases", "Live leases, by pool and mode.", labels=["pool", "mode"])
+        waits = GaugeMetricFamily("hotspare_gms_waiting", "Clients waiting for a lease, by pool.", labels=["pool"])
+        clients = GaugeMetricFamily("hotspare_gms_clients", "Clients connected, or gone and still to be proved dead.")
+        limit = GaugeMetricFamily("hotspare_gms_memory_limit_bytes", "The memory limit; 0 for none.")
+        for pool in status.pools:
+            pool_bytes.add_metric([pool.name], pool.bytes)
+            orphaned.add_metric([pool.name], pool.orphaned_bytes)
+            waits.add_metric([pool.name], pool.waiting)
+            for mode in ("rw", "ro"):
+                leases.add_metric([pool.name, mode], sum(lease.mode == mode for lease in pool.leases))
+        clients.add_metric([], status.clients)
+        limit.add_metric([], status.memory_limit or 0)
+        yield from (pool_bytes, orphaned, leases, waits, clients, limit)
+
+
+class Metrics:
+    """An Observer of the service, with a registry of its own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._attach = Histogram(
+            "hotspare_gms_attach_seconds", "From a request for a lease to its grant, waiting included.", ["pool", "mode"],
+            buckets=ATTACH_BUCKETS, registry=self.registry,
+        )  # fmt: skip
+        self._allocate = Histogram(
+            "hotspare_gms_allocate_seconds", "Filling new pages.", ["pool"],
+            buckets=ATTACH_BUCKETS, registry=self.registry,
+        )  # fmt: skip
+        self._refused = Counter(
+            "hotspare_gms_refused_total", "Leases refused, by error code.", ["code"], registry=self.registry
+        )
+
+    def attached(self, pool: str, mode: str, seconds: float) -> None:
+        self._attach.labels(_kind(pool), mode).observe(seconds)
+
+    def refused(self, code: str) -> None:
+        self._refused.labels(code).inc()
+
+    def allocated(self, pool: str, size_bytes: int, seconds: float) -> None:
+        self._allocate.labels(_kind(pool)).observe(seconds)
+
+    def serve(self, host: str, port: int, status: Callable[[], Status], loop: asyncio.AbstractEventLoop) -> Closeable:
+        """Serves /metrics. Raises OSError if the port cannot be had."""
+        self.registry.register(StatusCollector(status, loop))
+        server, _ = start_http_server(port, host, self.registry)
+        return server
+
+
+def _kind(pool: str) -> str:
+    """Layout keys would make a new time series for every model."""
+    return pool.partition("/")[0]

@@ -1,0 +1,279 @@
+"""What clients and the memory service say to each other. Pure: bytes in, messages out.
+
+A frame is a u32 little-endian length and a msgpack body of at most MAX_FRAME bytes. File descriptors travel by
+SCM_RIGHTS beside the first byte of their frame, and every message states how many belong to it (`fds`): the receiver
+compares, so that a lost or a smuggled descriptor is an error and never an off-by-one. A connection has one request
+under way at a time: request, reply, request, reply. Bounds on names, sizes and times stand in the types, so that a
+message that decodes is within them.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Final, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+VERSION: Final = 1
+MAX_FRAME: Final = 4 * 1024 * 1024
+"""Bytes of one frame's body. Fits a full manifest together with a full allocation list."""
+MAX_FIRST_FRAME: Final = 4096
+"""Bytes a connection may send before its hello was accepted."""
+MAX_MANIFEST: Final = 2 * 1024 * 1024
+MAX_FDS: Final = 16
+"""Descriptors in one message: a hello carries the pidfds of an engine and of its ranks."""
+MAX_ALLOCATION: Final = 1 << 48
+HEADER_BYTES: Final = 4
+
+Name = Annotated[str, Meta(pattern=r"^[\x20-\x7e]{1,128}\Z")]
+Tag = Annotated[str, Meta(pattern=r"^[\x21-\x7e]{1,128}\Z")]
+PoolName = Annotated[str, Meta(pattern=r"^(kv|kv_index|weights/[A-Za-z0-9._-]{1,128})\Z")]
+Epoch = Annotated[int, Meta(ge=0, lt=1 << 62)]
+SizeBytes = Annotated[int, Meta(gt=0, le=MAX_ALLOCATION)]
+Timeout = Annotated[float, Meta(ge=0, le=86400)]
+FdCount = Annotated[int, Meta(ge=0, le=MAX_FDS)]
+
+
+class LeaseMode(StrEnum):
+    RW = "rw"
+    RO = "ro"
+    RW_OR_RO = "rw_or_ro"
+    """The first client writes; everybody else waits for its commit and reads."""
+
+
+class ErrorCode(StrEnum):
+    ALREADY_ATTACHED = "already_attached"
+    BAD_FDS = "bad_fds"
+    BAD_MESSAGE = "bad_message"
+    BUSY = "busy"
+    CLOSED = "closed"
+    FENCED = "fenced"
+    INTERNAL = "internal"
+    NOT_ATTACHED = "not_attached"
+    NOT_FOUND = "not_found"
+    NOT_PERMITTED = "not_permitted"
+    OUT_OF_MEMORY = "out_of_memory"
+    SERVICE_GONE = "service_gone"
+    SIZE_MISMATCH = "size_mismatch"
+    STALE_EPOCH = "stale_epoch"
+    STILL_MAPPED = "still_mapped"
+    TIMEOUT = "timeout"
+    TOO_MANY = "too_many"
+    VERSION_MISMATCH = "version_mismatch"
+    WRONG_DEVICE = "wrong_device"
+
+
+class GmsError(Exception):
+    """Something the memory service refused or could not do. The message is one sentence for a person: what happened,
+    whose fault it is, what to do next. `code` is one of ErrorCode; `retryable` says whether the same call can work
+    later without a change on the caller's side."""
+
+    def __init__(self, code: str, message: str, *, retryable: bool = False) -> None:
+        super().__init__(message)
+        self.code = str(code)
+        self.retryable = retryable
+
+
+class Message(Struct, tag=True, frozen=True, kw_only=True, forbid_unknown_fields=False):
+    fds: FdCount = 0
+
+
+class AllocationInfo(Struct, frozen=True):
+    tag: str
+    size_bytes: int
+
+
+class LeaseInfo(Struct, frozen=True):
+    """Who holds a pool. `pid` is None where the holder lives in another PID namespace."""
+
+    engine: str
+    instance: str
+    pid: int | None
+    mode: LeaseMode
+
+
+class PoolStatus(Struct, frozen=True, kw_only=True):
+    """One pool as it is now. `bytes` counts every generation that still stands, `orphaned_bytes` those among them that
+    only wait for a former holder's death; `allocations` are those of the current generation."""
+
+    name: str
+    state: str
+    generation: int
+    epoch: int
+    bytes: int
+    orphaned_bytes: int
+    waiting: int
+    leases: list[LeaseInfo]
+    allocations: list[AllocationInfo]
+
+
+class Status(Struct, frozen=True, kw_only=True):
+    device: str
+    pools: list[PoolStatus]
+    total_bytes: int
+    memory_limit: int | None
+    bytes_by_owner: dict[str, int]
+    clients: int
+
+
+# Requests
+
+
+class Hello(Message, frozen=True, kw_only=True):
+    """The first message. Its descriptors are pidfds: the client's own, then those of processes that map for it."""
+
+    version: int
+    client: Name
+    engine: Name
+    instance: Name
+    device: Name
+    epoch: Epoch = 0
+
+
+class Attach(Message, frozen=True, kw_only=True):
+    pool: PoolName
+    mode: LeaseMode
+    epoch: Epoch = 0
+    timeout_seconds: Timeout = 60.0
+
+
+class Allocate(Message, frozen=True, kw_only=True):
+    pool: PoolName
+    tag: Tag
+    size_bytes: SizeBytes
+
+
+class Export(Message, frozen=True, kw_only=True):
+    pool: PoolName
+    tag: Tag
+
+
+class Commit(Message, frozen=True, kw_only=True):
+    pool: PoolName
+    manifest: Annotated[bytes, Meta(max_length=MAX_MANIFEST)]
+
+
+class Release(Message, frozen=True, kw_only=True):
+    """Gives a lease back. `quiesced` is the holder's word that it and its ranks have no mapping left."""
+
+    pool: PoolName
+    quiesced: bool = False
+
+
+class GetStatus(Message, frozen=True, kw_only=True):
+    pass
+
+
+# Replies
+
+
+class Welcome(Message, frozen=True, kw_only=True):
+    version: int
+    device: str
+
+
+class Granted(Message, frozen=True, kw_only=True):
+    """A lease. `fresh` means that no page of an earlier holder came with it."""
+
+    mode: LeaseMode
+    generation: int
+    fresh: bool
+    manifest: bytes
+    allocations: list[AllocationInfo]
+
+
+class Pages(Message, frozen=True, kw_only=True):
+    """One allocation; its descriptor travels beside it. `size_bytes` is rounded up to the backend's granularity."""
+
+    tag: str
+    size_bytes: int
+    created: bool
+
+
+class Done(Message, frozen=True, kw_only=True):
+    pass
+
+
+class StatusReply(Message, frozen=True, kw_only=True):
+    status: Status
+
+
+class Failure(Message, frozen=True, kw_only=True):
+    code: str
+    message: str
+    retryable: bool = False
+
+
+Request = Hello | Attach | Allocate | Export | Commit | Release | GetStatus
+Reply = Welcome | Granted | Pages | Done | StatusReply | Failure
+
+_T = TypeVar("_T")
+_ENCODER: Final = msgspec.msgpack.Encoder()
+_REQUESTS: Final = msgspec.msgpack.Decoder(Request)
+_REPLIES: Final = msgspec.msgpack.Decoder(Reply)
+
+
+def encode(message: Request | Reply) -> bytes:
+    """The message as one frame. Raises GmsError(bad_message) if it does not fit into MAX_FRAME."""
+    body = _ENCODER.encode(message)
+    if len(body) > MAX_FRAME:
+        raise GmsError(
+            ErrorCode.BAD_MESSAGE,
+            f"A message of {len(body)} bytes does not fit into a frame of at most {MAX_FRAME}; send less at once.",
+        )
+    return len(body).to_bytes(HEADER_BYTES, "little") + body
+
+
+def decode_request(frame: bytes) -> Request:
+    return _decode(_REQUESTS, frame)
+
+
+def decode_reply(frame: bytes) -> Reply:
+    return _decode(_REPLIES, frame)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[_T], frame: bytes) -> _T:
+    try:
+        return decoder.decode(frame)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise GmsError(
+            ErrorCode.BAD_MESSAGE,
+            f"A message could not be read ({error}); the peer speaks another protocol or is broken.",
+        ) from error
+
+
+class FrameDecoder:
+    """Cuts a byte stream into frame bodies. Feed it bytes as they come, take frames until None.
+
+    A length over the limit raises GmsError(bad_message) as soon as the header is complete, and from then on always:
+    there is no way to find the next frame in such a stream.
+    """
+
+    def __init__(self, max_frame: int = MAX_FRAME) -> None:
+        self.max_frame = max_frame
+        self._buffer = bytearray()
+
+    @property
+    def buffered(self) -> int:
+        """Bytes held that are not yet part of a frame taken."""
+        return len(self._buffer)
+
+    def feed(self, data: bytes) -> None:
+        self._buffer += data
+
+    def next_frame(self) -> bytes | None:
+        if len(self._buffer) < HEADER_BYTES:
+            return None
+        length = int.from_bytes(self._buffer[:HEADER_BYTES], "little")
+        if length > self.max_frame:
+            raise GmsError(
+                ErrorCode.BAD_MESSAGE,
+                f"A frame announces {length} bytes, the limit is {self.max_frame}; the peer speaks another protocol.",
+            )
+        end = HEADER_BYTES + length
+        if len(self._buffer) < end:
+            return None
+        frame = bytes(self._buffer[HEADER_BYTES:end])
+        del self._buffer[:end]
+        return frame

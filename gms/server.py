@@ -1,0 +1,313 @@
+"""The socket side of the memory service: who may connect, who is alive, and one session per connection.
+
+A connection ends when its client closes it, dies, breaks the protocol or does not read; whatever it held goes back to
+the arbiter in the same moment. Whether the *process* is gone is told by pidfds (its own and its ranks'), never by the
+connection and never by a pid: containers of a pod have separate PID namespaces, and pids are used again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import fcntl
+import itertools
+import logging
+import os
+import socket
+import stat
+import struct
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Final, cast
+
+from gms import fdpass, protocol
+from gms.channel import Channel
+from gms.protocol import ErrorCode, GmsError
+from gms.service import Client, MemoryService
+
+log: Final = logging.getLogger("gms")
+
+HELLO_SECONDS: Final = 5.0
+MAX_CLIENTS: Final = 128
+"""Connections, and gone clients whose processes still have to end, together."""
+MAX_PATH_BYTES: Final = 107
+ACCEPT_PAUSE_SECONDS: Final = 0.1
+SO_PEERPIDFD: Final = 77
+"""Linux 6.5; not in the socket module."""
+
+
+class StartError(Exception):
+    """The service cannot be started as configured. One sentence that says what to change."""
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One client, from hello until nothing waits for its processes' end any more. `alive` are pidfds."""
+
+    client: Client
+    task: asyncio.Task[None]
+    alive: set[int] = field(default_factory=set)
+    connected: bool = True
+
+
+class Server:
+    """Serves one MemoryService on a Unix socket. `start`, then `close`; both from the event loop."""
+
+    def __init__(self, service: MemoryService[Any], socket_path: str) -> None:
+        self._service = service
+        self._path = socket_path
+        self._loop = asyncio.get_running_loop()
+        self._ids = itertools.count(1)
+        self._sessions: dict[int, Session] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._listener: socket.socket | None = None
+        self._lock_fd = -1
+
+    def start(self) -> None:
+        """Takes the path and listens. Raises StartError."""
+        if len(os.fsencode(self._path)) > MAX_PATH_BYTES:
+            raise StartError(f"The socket path has more than {MAX_PATH_BYTES} bytes: {self._path}. Use a shorter one.")
+        folder = os.path.dirname(self._path) or "."
+        try:
+            os.makedirs(folder, mode=0o700, exist_ok=True)
+            self._lock_fd = os.open(f"{self._path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with suppress(FileNotFoundError):
+                os.unlink(self._path)  # of a service that died: the lock says that none is alive
+            listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+            try:
+                os.fchmod(listener.fileno(), 0o600)  # bind takes the mode over: there is no moment with a wider one
+                listener.bind(self._path)
+                listener.listen(MAX_CLIENTS)
+            except BaseException:
+                listener.close()
+                raise
+        except OSError as error:
+            self._unlock()
+            if error.errno in (errno.EWOULDBLOCK, errno.EAGAIN):
+                raise StartError(
+                    f"Another memory service is alive at {self._path}; stop it, or use another socket."
+                ) from error
+            raise StartError(f"The socket {self._path} cannot be made: {error.strerror or error}.") from error
+        if stat.S_IMODE(os.stat(folder).st_mode) & 0o077:
+            log.warning("others may enter the socket's folder %s; make it 0700", folder)
+        self._listener = listener
+        self._loop.add_reader(listener, self._acceptable)
+
+    async def close(self) -> None:
+        """Stops listening, ends all sessions, gives all memory back. May be called again."""
+        if self._listener is None:
+            return
+        self._loop.remove_reader(self._listener)
+        listener, self._listener = self._listener, None
+        listener.close()
+        with suppress(FileNotFoundError):
+            os.unlink(self._path)
+        for task in list(self._tasks):
+            task.cancel()
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+        for session in list(self._sessions.values()):
+            self._forget(session)
+        self._service.close()
+        self._unlock()
+
+    def _unlock(self) -> None:
+        if self._lock_fd >= 0:
+            os.close(self._lock_fd)
+            self._lock_fd = -1
+
+    def _acceptable(self) -> None:
+        if (listener := self._listener) is None:
+            return
+        try:
+            connection, _ = listener.accept()
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            return
+        except OSError as error:
+            log.error("cannot accept a connection (%s); trying again in %g s", error.strerror, ACCEPT_PAUSE_SECONDS)
+            self._loop.remove_reader(listener)
+            self._loop.call_later(ACCEPT_PAUSE_SECONDS, self._resume_accepting)
+            return
+        task = self._loop.create_task(self._serve(connection))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _resume_accepting(self) -> None:
+        if self._listener is not None:
+            self._loop.add_reader(self._listener, self._acceptable)
+
+    async def _serve(self, connection: socket.socket) -> None:
+        """A connection's life. Every way out, cancellation included, gives back what the client held."""
+        task = cast("asyncio.Task[None]", asyncio.current_task())
+        channel = Channel(connection, task.cancel)
+        session: Session | None = None
+        try:
+            async with asyncio.timeout(HELLO_SECONDS):
+                session = await self._greet(channel, connection, task)
+            while True:
+                await self._answer(channel, session.client)
+        except GmsError as error:
+            log.warning("a connection is ended: %s", error)
+            channel.send_now(_failure(error))
+        except TimeoutError:
+            log.warning("a connection is ended: its client was silent, or did not read its reply")
+        except OSError as error:
+            log.debug("a connection is gone: %s", error)
+        finally:
+            channel.close()
+            if session is not None:
+                session.connected = False
+                self._left(session)
+
+    async def _greet(self, channel: Channel, connection: socket.socket, task: asyncio.Task[None]) -> Session:
+        _check_peer(connection)
+        if len(self._tasks) + sum(not s.connected for s in self._sessions.values()) > MAX_CLIENTS:
+            raise GmsError(
+                ErrorCode.TOO_MANY,
+                f"{MAX_CLIENTS} clients are connected; close some and try again.",
+                retryable=True,
+            )
+        frame, fds = await channel.receive()
+        try:
+            hello = protocol.decode_request(frame)
+            if not isinstance(hello, protocol.Hello):
+                raise GmsError(ErrorCode.BAD_MESSAGE, "The first message must be a hello; this client is broken.")
+            self._check_hello(hello, fds)
+            pids = [_pid_of(fd) for fd in fds]
+            _prefer_peer_pidfd(connection, fds)
+            pid = pids[0] if pids[0] > 0 else None
+            client = Client(next(self._ids), hello.client, hello.engine, hello.instance, pid)
+            session = Session(client, task, set(fds))
+            fds.clear()
+        finally:
+            fdpass.close_all(fds)
+        for fd in session.alive:
+            self._loop.add_reader(fd, self._exited, session, fd)
+        self._sessions[client.id] = session
+        self._service.join(client)
+        try:
+            await channel.send(
+                protocol.encode(protocol.Welcome(version=protocol.VERSION, device=self._service.device)), []
+            )
+        except BaseException:
+            session.connected = False
+            self._left(session)
+            raise
+        channel.accept_full_frames()
+        return session
+
+    def _check_hello(self, hello: protocol.Hello, fds: list[int]) -> None:
+        if hello.version != protocol.VERSION:
+            raise GmsError(
+                ErrorCode.VERSION_MISMATCH,
+                f"The client speaks version {hello.version}, this service {protocol.VERSION}; use one release for both.",
+            )
+        if hello.device != self._service.device:
+            raise GmsError(
+                ErrorCode.WRONG_DEVICE,
+                f"The client wants {hello.device}, this service has {self._service.device}; use that device's socket.",
+            )
+        if hello.fds < 1 or len(fds) != hello.fds:
+            raise GmsError(
+                ErrorCode.BAD_FDS,
+                f"A hello announced {hello.fds} pidfds and {len(fds)} came; at least the client's own is due.",
+            )
+
+    async def _answer(self, channel: Channel, client: Client) -> None:
+        """One request, one reply. What the service refuses is a reply; what breaks the protocol is raised."""
+        frame, received = await channel.receive()
+        if received:
+            fdpass.close_all(received)
+            raise GmsError(ErrorCode.BAD_FDS, "Descriptors came with a message that has none; this client is broken.")
+        request = protocol.decode_request(frame)
+        fds: list[int] = []
+        try:
+            try:
+                reply = protocol.encode(await self._handle(client, request, fds))
+            except GmsError as error:
+                log.info("%s: %s", client.label, error)
+                reply = _failure(error)
+            except OSError as error:
+                log.exception("%s: %s failed", client.label, type(request).__name__)
+                message = f"The memory service failed at {type(request).__name__}: {error}; see its log."
+                reply = _failure(GmsError(ErrorCode.INTERNAL, message))
+            await channel.send(reply, fds)
+        finally:
+            fdpass.close_all(fds)
+
+    async def _handle(self, client: Client, request: protocol.Request, fds: list[int]) -> protocol.Reply:
+        match request:
+            case protocol.Attach():
+                return await self._service.attach(client, request)
+            case protocol.Allocate():
+                pages, fd = await self._service.allocate(client, request)
+                fds.append(fd)
+                return pages
+            case protocol.Export():
+                pages, fd = self._service.export(client, request)
+                fds.append(fd)
+                return pages
+            case protocol.Commit():
+                return await self._service.commit(client, request)
+            case protocol.Release():
+                return self._service.release(client, request)
+            case protocol.GetStatus():
+                return protocol.StatusReply(status=self._service.status())
+            case protocol.Hello():
+                raise GmsError(ErrorCode.BAD_MESSAGE, "A second hello came on one connection; this client is broken.")
+
+    def _exited(self, session: Session, pidfd: int) -> None:
+        """One of the client's processes is gone, and with it its mappings."""
+        self._loop.remove_reader(pidfd)
+        session.alive.discard(pidfd)
+        os.close(pidfd)
+        if not session.alive:
+            if session.connected:
+                session.task.cancel()  # a forked child may still hold the connection; the lease dies all the same
+            else:
+                self._left(session)
+
+    def _left(self, session: Session) -> None:
+        wanted = self._service.leave(session.client.id, proof=not session.alive)
+        log.info("%s %s", session.client.label, "is disconnected, its end is awaited" if wanted else "is gone")
+        if not wanted:
+            self._forget(session)
+
+    def _forget(self, session: Session) -> None:
+        for pidfd in session.alive:
+            self._loop.remove_reader(pidfd)
+            os.close(pidfd)
+        session.alive.clear()
+        self._sessions.pop(session.client.id, None)
+
+
+def _failure(error: GmsError) -> bytes:
+    return protocol.encode(protocol.Failure(code=error.code, message=str(error), retryable=error.retryable))
+
+
+def _check_peer(connection: socket.socket) -> None:
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    _, uid, _ = struct.unpack("3i", credentials)
+    if uid not in (os.geteuid(), 0):
+        message = f"User {uid} may not use the memory service of user {os.geteuid()}; run both as one user."
+        raise GmsError(ErrorCode.NOT_PERMITTED, message)
+
+
+def _pid_of(pidfd: int) -> int:
+    """The process of a pidfd as seen from here: 0 if it is in another namespace, -1 if it is gone."""
+    with open(f"/proc/self/fdinfo/{pidfd}", encoding="ascii") as lines:
+        for line in lines:
+            if line.startswith("Pid:"):
+                return int(line.split()[1])
+    raise GmsError(ErrorCode.BAD_FDS, "A descriptor in a hello is not a pidfd; this client is broken.")
+
+
+def _prefer_peer_pidfd(connection: socket.socket, fds: list[int]) -> None:
+    """Where the kernel itself names the peer's process, its word replaces the client's."""
+    try:
+        packed = connection.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD, struct.calcsize("i"))
+    except OSError:
+        return
+    os.close(fds[0])
+    (fds[0],) = struct.unpack("i", packed)
