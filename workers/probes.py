@@ -7,6 +7,7 @@ engine's keeper asks ``CrashLoop`` whether forking again makes sense at all.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from enum import Enum
 
@@ -105,26 +106,40 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 class CrashLoop:
-    """Whether an engine that died is worth forking again.
+    """Whether an engine that died is worth forking again, and when.
 
     ``limit`` deaths within ``window_seconds``, each before the engine reached STANDBY, mean that it cannot start:
-    give up. Any other death is restarted at once, for a spare that is missing is the one thing the pod cannot afford.
-    An engine that got as far as STANDBY proves that it can start, so it clears the count.
+    give up. Until then such an engine is started again at once the first time, and after a wait that doubles the next
+    times. Any other death is restarted at once, for a spare that is missing is the one thing the pod cannot afford. An
+    engine that got as far as STANDBY proves that it can start, so it clears the count.
     """
 
-    def __init__(self, *, limit: int = 5, window_seconds: float = 60.0) -> None:
+    def __init__(
+        self,
+        *,
+        limit: int = 5,
+        window_seconds: float = 60.0,
+        initial_seconds: float = 0.5,
+        maximum_seconds: float = 4.0,
+    ) -> None:
         if limit < 1 or window_seconds <= 0:
             raise ValueError("a crash loop needs a limit of at least 1 and a window longer than 0 s")
         self._window = window_seconds
         self._deaths: deque[float] = deque(maxlen=limit)
+        self._backoff = Backoff(
+            initial_seconds=initial_seconds, maximum_seconds=maximum_seconds, reset_seconds=window_seconds
+        )
+        self._last = -math.inf
 
     def died(self, now: float, *, reached_standby: bool) -> Verdict:
         """Take one death in."""
+        since_last, self._last = now - self._last, now
         if reached_standby:
             self._deaths.clear()
+            self._last = -math.inf
             return Verdict(Decision.RESTART)
         self._deaths.append(now)
         full = len(self._deaths) == self._deaths.maxlen
         if full and now - self._deaths[0] <= self._window:
             return Verdict(Decision.GIVE_UP)
-        return Verdict(Decision.RESTART)
+        return Verdict(Decision.RESTART, self._backoff.died(lived_seconds=since_last))

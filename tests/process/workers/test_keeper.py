@@ -1,0 +1,183 @@
+"""A real keeper that forks real (small) engines: killed, stopped, hung, crashing, told to leave."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.process
+
+KEEPER = """
+import os, signal, sys, time
+from pathlib import Path
+from workers.contract import Role
+from workers.heartbeat import Beat, encode_beat
+from workers.keeper import Keeper, KeeperTimeouts
+from workers.logs import configure_logging
+
+behaviour, runtime_dir = sys.argv[1], Path(sys.argv[2])
+configure_logging(form="console", level="info")
+
+def engine(fd):
+    print("forked as", os.getpid(), flush=True)
+    if behaviour == "crash":
+        return 1
+    if behaviour == "misconfigured":
+        return 2
+    left = []
+    signal.signal(signal.SIGTERM, lambda *_: left.append(1))
+    steps = 0
+    while not left or behaviour == "stubborn":
+        if behaviour != "hang" or steps < 3:
+            stuck_in_step = behaviour == "no-step"
+            os.write(fd, encode_beat(Beat(1 if stuck_in_step else steps, stuck_in_step, Role.STANDBY)))
+        steps += 1
+        time.sleep(0.02)
+        if steps == 3:
+            (runtime_dir / "socket").touch()
+            print("ready", flush=True)
+    return 0
+
+sys.exit(Keeper(
+    name="engine a", engine_main=engine, runtime_dir=runtime_dir,
+    timeouts=KeeperTimeouts(beat=0.5, init_beat=5.0, step=0.7),
+).run())
+"""
+
+
+class Kept:
+    """A keeper in a process of its own, and the lines it and its engines print."""
+
+    def __init__(self, behaviour: str, runtime_dir: Path) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", KEEPER, behaviour, str(runtime_dir)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            bufsize=0,
+        )
+        self._rest = b""
+        self.seen: list[str] = []
+
+    def line(self, start: str, *, timeout: float = 15.0) -> str:
+        """The next line that contains ``start``."""
+        assert self.process.stdout
+        deadline = time.monotonic() + timeout
+        while True:
+            while b"\n" in self._rest:
+                raw, self._rest = self._rest.split(b"\n", 1)
+                self.seen.append(raw.decode())
+                if start in self.seen[-1]:
+                    return self.seen[-1]
+            left = deadline - time.monotonic()
+            assert left > 0, f"no line with {start!r} in {self.seen}"
+            if select.select([self.process.stdout], [], [], left)[0]:
+                data = os.read(self.process.stdout.fileno(), 65536)
+                assert data, f"the keeper ended; no line with {start!r} in {self.seen}"
+                self._rest += data
+
+    def engine(self) -> int:
+        return int(self.line("forked as ").split()[-1])
+
+    def rest(self, *, timeout: float = 15.0) -> str:
+        return self.process.communicate(timeout=timeout)[0].decode()
+
+
+@pytest.fixture
+def kept(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Kept]:
+    kept = Kept(request.param, tmp_path / "engine-a")
+    yield kept
+    kept.process.kill()
+    kept.process.wait()
+    assert kept.process.stdout
+    kept.process.stdout.close()
+
+
+def gone(pid: int, *, within: float = 5.0) -> bool:
+    """Whether the process ends in time; it is not our child, so its pidfd tells."""
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([pidfd], [], [], within)[0])
+    finally:
+        os.close(pidfd)
+
+
+@pytest.mark.parametrize("kept", ["good"], indirect=True)
+def test_a_killed_engine_is_forked_again_at_once(kept: Kept, tmp_path: Path) -> None:
+    first = kept.engine()
+    kept.line("ready")
+    killed = time.monotonic()
+    os.kill(first, signal.SIGKILL)
+    kept.line("killed by SIGKILL")
+    second = kept.engine()
+    assert time.monotonic() - killed < 2
+    assert second != first
+    kept.line("ready")
+    kept.process.send_signal(signal.SIGTERM)
+    assert kept.process.wait(10) == 0
+    assert gone(second)
+    assert not (tmp_path / "engine-a").exists()
+
+
+@pytest.mark.parametrize(("kept", "reason"), [("hang", "no sign of life"), ("no-step", "made no step")], indirect=["kept"])
+def test_a_stuck_engine_is_killed_and_replaced(kept: Kept, reason: str) -> None:
+    first = kept.engine()
+    kept.line("killing the engine")
+    assert reason in kept.seen[-1]
+    assert kept.engine() != first
+    assert gone(first)
+
+
+@pytest.mark.parametrize("kept", ["good"], indirect=True)
+def test_a_stopped_engine_is_killed_and_replaced(kept: Kept) -> None:
+    first = kept.engine()
+    kept.line("ready")
+    os.kill(first, signal.SIGSTOP)
+    kept.line("no sign of life")
+    assert kept.engine() != first
+    assert gone(first)
+
+
+@pytest.mark.parametrize("kept", ["crash"], indirect=True)
+def test_a_crash_loop_backs_off_and_gives_up(kept: Kept) -> None:
+    output = kept.rest(timeout=30)
+    assert kept.process.returncode == 1
+    lines = output.splitlines()
+    assert sum(line.startswith("forked as ") for line in lines) == 5
+    assert "forking the next one in" in output
+    assert "giving up" in lines[-1]
+
+
+@pytest.mark.parametrize("kept", ["misconfigured"], indirect=True)
+def test_bad_configuration_is_not_tried_again(kept: Kept) -> None:
+    output = kept.rest()
+    assert kept.process.returncode == 2
+    assert output.count("forked as ") == 1
+
+
+@pytest.mark.parametrize("kept", ["stubborn"], indirect=True)
+def test_a_second_signal_ends_it_now(kept: Kept) -> None:
+    engine = kept.engine()
+    kept.line("ready")
+    kept.process.send_signal(signal.SIGTERM)
+    kept.process.send_signal(signal.SIGINT)
+    assert kept.process.wait(10) == 70
+    assert gone(engine)
+
+
+@pytest.mark.parametrize("kept", ["good"], indirect=True)
+def test_a_killed_keeper_takes_its_engine_along(kept: Kept) -> None:
+    engine = kept.engine()
+    kept.line("ready")
+    kept.process.kill()
+    assert gone(engine)
