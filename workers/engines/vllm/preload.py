@@ -1,0 +1,93 @@
+"""Import what an engine will need, and start nothing: for a parent process that forks engines.
+
+The imports take ten times as long as the start itself. No thread may exist afterwards: a fork would copy the locks it
+holds and not the thread that would release them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import time
+from pathlib import Path
+from typing import Final
+
+from workers.engine import EngineConfigError
+from workers.engines.vllm import arguments, compat, plugin
+from workers.settings import EngineSettings
+
+logger = logging.getLogger(__name__)
+
+_MODULES: Final = (
+    "transformers",
+    "uvicorn",
+    "httpx",
+    "xgrammar",
+    "vllm.entrypoints.generate.api_router",
+    "vllm.entrypoints.launchers.api_server.app_state",
+    "vllm.entrypoints.launchers.api_server.routers",
+    "vllm.entrypoints.launchers.app",
+    "vllm.entrypoints.pooling.factories",
+    "vllm.entrypoints.scale_out.factories",
+    "vllm.entrypoints.serve",
+    "vllm.entrypoints.speech_to_text.factories",
+    "vllm.v1.attention.backends.cpu_attn",
+    "vllm.v1.engine.async_llm",
+    "vllm.v1.engine.core",
+    "vllm.v1.executor.uniproc_executor",
+    "vllm.v1.structured_output",
+    "vllm.v1.worker.cpu_worker",
+    "workers.engines.vllm.core",
+    "workers.engines.vllm.loader",
+    "workers.engines.vllm.serving",
+    "workers.engines.vllm.worker",
+)
+"""What a start would import on its way; found by importing all and looking at what a start still adds."""
+
+
+def import_all() -> None:
+    """Environment, vLLM, plugin, and the check of every seam.
+
+    Raises:
+        EngineConfigError: no vLLM here, or one that does not fit.
+    """
+    compat.prepare_environment()
+    for module in _MODULES:
+        importlib.import_module(module)
+    compat.check_seams()
+    plugin.register()
+
+
+def preload(settings: EngineSettings) -> None:
+    """Everything up to the point where threads begin: modules, model class, tokenizer class, one parse of the arguments.
+
+    A bad model folder or argument is not judged here: the engine that is forked later says so, in its own life.
+
+    Raises:
+        EngineConfigError: no vLLM here, or one that does not fit.
+        RuntimeError: something started a thread, so that a fork is not safe.
+    """
+    started = time.monotonic()
+    import_all()
+    try:
+        _rehearse(settings)
+    except EngineConfigError as error:
+        logger.debug("preloading without the model: %s", error)
+    threads = len(os.listdir("/proc/self/task"))
+    if threads != 1:
+        raise RuntimeError(f"preloading vLLM left {threads} threads in a process that is going to fork")
+    logger.debug("preloaded in %.1f s", time.monotonic() - started)
+
+
+def _rehearse(settings: EngineSettings) -> None:
+    folder = arguments.model_folder(settings)
+    arguments.register_model_class(list(arguments.read_model_config(folder).get("architectures") or ()))
+    namespace = arguments.parse(settings, folder)
+    arguments.create_config(namespace, arguments.Placement(runtime_dir=str(Path(os.devnull).parent)))
+    from vllm.tokenizers import get_tokenizer
+
+    try:
+        get_tokenizer(str(folder))
+    except Exception as error:
+        raise EngineConfigError(f"no tokenizer: {arguments.one_line(error)}") from error

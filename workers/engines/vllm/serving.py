@@ -1,0 +1,108 @@
+"""vLLM's OpenAI application: which of its routes are served, and the first requests that nobody waits for.
+
+The application is vLLM's, its answers are not touched. But a route that is not for clients (sleep, weights, profiles,
+adapters, aborting others' requests) would let one of them break the failover, so only the routes named here exist.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import MutableMapping
+from typing import Any, Final
+
+import httpx
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.app import build_app
+
+from workers.engine import ASGIApp
+
+logger = logging.getLogger(__name__)
+
+_SERVED: Final = frozenset({"/health", "/version", "/metrics", "/tokenize", "/detokenize"})
+_SERVED_UNDER: Final = (
+    "/v1/audio/",
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/embeddings",
+    "/v1/messages",
+    "/v1/models",
+    "/v1/realtime",
+    "/v1/rerank",
+    "/v1/responses",
+    "/v1/score",
+)
+_WARM_UP_PROMPT: Final = "Say hello to the user in one short sentence."
+_WARM_UP_TOKENS: Final = 4
+
+
+class _NoServer:
+    """Stands where vLLM expects its HTTP server.
+
+    Its handler for a dead engine sets ``should_exit`` there and would fail without it; what follows an engine's death
+    is not for the application to decide, so nothing reads it.
+    """
+
+    should_exit = False
+
+
+class EngineApp:
+    """vLLM's application as the caller serves it: any number of times, with the ASGI lifespan on or off.
+
+    vLLM's own lifespan deletes the application's state when a server stops; after a hand-over that is taken back the same
+    application is served again, so lifespan events are answered here and never reach it.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
+        if scope["type"] != "lifespan":
+            await self._app(scope, receive, send)
+            return
+        while True:
+            message = await receive()
+            await send({"type": f"{message['type']}.complete"})
+            if message["type"] == "lifespan.shutdown":
+                return
+
+
+async def build(llm: Any, namespace: argparse.Namespace, tasks: Any) -> EngineApp:
+    """The application over a running AsyncLLM, with the routes that are for clients."""
+    app = build_app(namespace, tasks, llm.model_config)
+    app.router.routes[:] = [route for route in app.router.routes if is_served(getattr(route, "path", ""))]
+    await init_app_state(llm, app.state, namespace, tasks)
+    app.state.server = _NoServer()
+    return EngineApp(app)
+
+
+def is_served(path: str) -> bool:
+    """Whether a route of vLLM's is for clients."""
+    return path in _SERVED or path.startswith(_SERVED_UNDER)
+
+
+async def warm_up(app: ASGIApp, *, model: str, tasks: Any) -> None:
+    """Send the application a few requests in this process, and discard the answers.
+
+    What a first request does lazily (schemas, chat template, tokenizer, sampler, detokenizer, response path) is then
+    done: after a promotion the first client should not pay for it. Failures are logged and otherwise ignored: they
+    would come again, with a client to see them.
+    """
+    if "generate" not in tasks:
+        return
+    transport = httpx.ASGITransport(app=app)
+    chat = {"model": model, "messages": [{"role": "user", "content": _WARM_UP_PROMPT}], "max_tokens": _WARM_UP_TOKENS}
+    text = {"model": model, "prompt": _WARM_UP_PROMPT, "max_tokens": _WARM_UP_TOKENS, "ignore_eos": True}
+    sampled = {"temperature": 0.7, "top_p": 0.9, "seed": 1}
+    streamed = {"stream": True, "stream_options": {"include_usage": True}, "temperature": 0}
+    async with httpx.AsyncClient(transport=transport, base_url="http://warm-up", timeout=None) as client:
+        for path, body in (
+            ("/v1/chat/completions", {**chat, **streamed, "ignore_eos": True}),
+            ("/v1/chat/completions", {**chat, **sampled, "logprobs": True, "top_logprobs": 1}),
+            ("/v1/completions", {**text, **streamed}),
+            ("/v1/completions", {**text, **sampled}),
+        ):
+            answer = await client.post(path, json=body)
+            if answer.status_code != httpx.codes.OK:
+                logger.warning("warm-up: %s answered %d: %.300s", path, answer.status_code, answer.text)
+        await client.get("/v1/models")
