@@ -68,7 +68,7 @@ class SimEngine:
         await asyncio.to_thread(self._weights.attach)
         await asyncio.sleep(max(0.0, ready_at - time.monotonic()))
         self._loop_task = asyncio.create_task(self._scheduler.run(), name="sim-steps")
-        logger.info("weights: %d bytes, %s", self._weights.size_bytes, self._weights.role)
+        logger.debug("weights: %d bytes, %s", self._weights.size_bytes, self._weights.role)
 
     async def wake(self, *, epoch: int) -> None:
         await asyncio.to_thread(self._initialized.map, epoch=epoch)

@@ -6,6 +6,7 @@ not there (``n`` other than 1, several prompts) is refused, never ignored.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -14,6 +15,9 @@ import msgspec
 from workers.engines.sim import tokens
 
 DEFAULT_MAX_TOKENS = 64
+
+_MISSING = re.compile(r"required field `(.+?)`")
+_INSIDE = re.compile(r" - at `\$\.(.+?)`$")
 
 Stops = str | Annotated[list[str], msgspec.Meta(max_length=4)] | None
 Positive = Annotated[int, msgspec.Meta(ge=1)]
@@ -207,10 +211,16 @@ def _decode(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
-        _, _, path = str(error).partition(" - at `$.")
-        raise ApiError(400, str(error), param=path.rstrip("`") or None) from None
+        raise ApiError(400, str(error), param=_param(str(error))) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
+
+
+def _param(message: str) -> str | None:
+    """The parameter that a message of msgspec is about."""
+    missing, inside = _MISSING.search(message), _INSIDE.search(message)
+    names = [found[1] for found in (inside, missing) if found]
+    return ".".join(names) or None
 
 
 def _check_model(asked: str | None, model: str) -> None:

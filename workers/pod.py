@@ -1,0 +1,297 @@
+"""PodSupervisor: what the kubelet does for a pod, on this machine and for one pod.
+
+One queue of events (signals, ends of processes, hung engines, timers), one loop that takes them in order: the plan
+(``workers.pod_plan``) decides, this module acts. Callbacks do nothing but put an event on the queue. Processes start at
+the same time and wait for nobody; engines try the memory service's socket until it is there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import msgspec
+
+from workers.children import Child, LogSink, label_line
+from workers.exit_codes import ExitCode
+from workers.http_get import GetFailed, http_get
+from workers.pod_commands import ENGINE_PREFIX, SERVICE, admin_ports, command_lines, environment
+from workers.pod_files import EngineRecord, MemoryServiceRecord, PodFolder, PodFolderError, PodRecord
+from workers.pod_plan import Action, Deadline, Kill, Phase, PodPlan, Start, Terminate
+from workers.probes import Liveness, LivenessVerdict
+from workers.settings import PodSettings
+
+logger = logging.getLogger(__name__)
+
+SERVICE_GRACE_SECONDS: Final = 2.0
+"""SIGTERM to SIGKILL for the memory service; the engines are gone by then."""
+REAP_SECONDS: Final = 5.0
+STDOUT: Final = 1
+FAILED_TO_START: Final = 127
+"""The code a shell gives for a command it could not run."""
+_ANY_HOST: Final = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
+
+
+class _Signalled(msgspec.Struct, frozen=True):
+    number: int
+
+
+class _Ended(msgspec.Struct, frozen=True):
+    name: str
+    pid: int
+    """0: it could not be started."""
+
+
+class _Hung(msgspec.Struct, frozen=True):
+    name: str
+    pid: int
+    why: str
+
+
+class _StartDue(msgspec.Struct, frozen=True):
+    name: str
+
+
+class _DeadlinePassed(msgspec.Struct, frozen=True):
+    phase: Phase
+
+
+_Event = _Signalled | _Ended | _Hung | _StartDue | _DeadlinePassed
+
+
+async def run_pod(settings: PodSettings) -> int:
+    """Run one pod until told to stop; returns the exit code, whose reason has been logged.
+
+    0: stopped in order; 2: the folder cannot be used or nothing can start; 70: a second signal, or something had to be
+    killed. Call it from the main thread: children die with the thread that started them.
+    """
+    return await PodSupervisor(settings).run()
+
+
+class PodSupervisor:
+    """Runs one pod, once. ``commands`` (process name → argv) replaces what is started, for tests."""
+
+    def __init__(self, settings: PodSettings, *, commands: Mapping[str, Sequence[str]] | None = None) -> None:
+        self._settings = settings
+        self._admin_ports = admin_ports(settings)
+        self._commands = commands if commands is not None else command_lines(settings)
+        self._plan = PodPlan(
+            service=SERVICE if settings.gms else None,
+            engines=tuple(self._admin_ports),
+            grace_seconds=settings.grace_period_seconds,
+            service_grace_seconds=SERVICE_GRACE_SECONDS,
+        )
+        self._folder = PodFolder(settings.pod_dir)
+        self._events: asyncio.Queue[_Event] = asyncio.Queue()
+        self._children: dict[str, Child] = {}
+        self._probes: dict[str, asyncio.Task[None]] = {}
+        self._sink: LogSink | None = None
+
+    async def run(self) -> int:
+        """See ``run_pod``."""
+        try:
+            self._folder.open()
+        except PodFolderError as error:
+            logger.error("%s", error)
+            return ExitCode.BAD_CONFIGURATION
+        loop = asyncio.get_running_loop()
+        sink = self._sink = LogSink(STDOUT)
+        try:
+            with sink.takes_logging():
+                for number in (signal.SIGTERM, signal.SIGINT):
+                    loop.add_signal_handler(number, self._events.put_nowait, _Signalled(number))
+                try:
+                    await self._supervise()
+                finally:
+                    for number in (signal.SIGTERM, signal.SIGINT):
+                        loop.remove_signal_handler(number)
+                    self._kill_what_is_left()
+                    await self._end_probes()
+                self._folder.clean()
+                code = self._plan.exit_code
+                logger.info("pod %s exits with %d (%s)", self._settings.pod, code, code.name)
+                return code
+        finally:
+            self._folder.close()
+            sink.close()
+
+    # --- events in, actions out
+
+    async def _supervise(self) -> None:
+        self._perform(self._plan.begin())
+        while not self._plan.finished:
+            event = await self._events.get()
+            self._perform(self._handle(event))
+
+    def _handle(self, event: _Event) -> list[Action]:
+        match event:
+            case _Signalled(number):
+                logger.info("%s: the pod stops%s", signal.Signals(number).name, self._how_it_stops())
+                return self._plan.stop()
+            case _Ended(name, pid):
+                return self._handle_end(name, pid)
+            case _Hung(name, pid, why):
+                child = self._children.get(name)
+                if child is None or child.pid != pid or self._plan.phase is not Phase.RUNNING:
+                    return []
+                logger.error("%s is not alive: %s", name, why)
+                return [Kill(name)]
+            case _StartDue(name):
+                return [Start(name)] if self._plan.start_due(name) else []
+            case _DeadlinePassed(phase):
+                return self._plan.deadline_passed(phase)
+
+    def _handle_end(self, name: str, pid: int) -> list[Action]:
+        code, last_line = FAILED_TO_START, b""
+        if pid:
+            child = self._children.pop(name)
+            code, last_line = child.reap(), child.last_line
+            if probe := self._probes.pop(name, None):
+                probe.cancel()
+        was_running = self._plan.phase is Phase.RUNNING
+        actions = self._plan.exited(name, code, now=time.monotonic())
+        if was_running and self._plan.phase is not Phase.RUNNING:
+            reason = last_line.decode("utf-8", "replace") or "it said nothing"
+            logger.error("the pod cannot start with this configuration; %s says: %s", name, reason)
+        elif was_running:
+            delay = next((action.delay_seconds for action in actions if isinstance(action, Start)), 0.0)
+            when = f"in {delay:g} s" if delay else "at once"
+            logger.warning("%s is gone (%s) and is started again %s", name, _describe(code), when)
+        else:
+            logger.info("%s has ended (%s)", name, _describe(code))
+        return actions
+
+    def _perform(self, actions: Sequence[Action]) -> None:
+        loop = asyncio.get_running_loop()
+        for action in actions:
+            match action:
+                case Start(name, delay) if delay:
+                    loop.call_later(delay, self._events.put_nowait, _StartDue(name))
+                case Start(name):
+                    self._start(name)
+                case Terminate(name):
+                    if child := self._children.get(name):
+                        child.terminate()
+                case Kill(name):
+                    if child := self._children.get(name):
+                        logger.warning("%s (process %d) is killed", name, child.pid)
+                        child.kill()
+                case Deadline(phase, seconds):
+                    loop.call_later(seconds, self._events.put_nowait, _DeadlinePassed(phase))
+        self._write_record()
+
+    # --- processes
+
+    def _start(self, name: str) -> None:
+        now = time.monotonic()
+        self._plan.started(name, now=now)
+        label = f"{self._settings.pod}/{name}"
+
+        def say(line: bytes) -> None:
+            if self._sink is not None:
+                self._sink.put(label_line(label, line, form=self._settings.log_format))
+
+        def ended() -> None:
+            self._events.put_nowait(_Ended(name, child.pid))
+
+        try:
+            env = environment(self._settings, name, inherited=os.environ)
+            child = Child(self._commands[name], env=env, on_line=say, on_exit=ended)
+        except OSError as error:
+            logger.error("%s cannot be started: %s", name, error)
+            self._events.put_nowait(_Ended(name, 0))
+            return
+        self._children[name] = child
+        logger.debug("%s is process %d", name, child.pid)
+        if name in self._admin_ports:
+            self._probes[name] = asyncio.create_task(self._probe(name, child.pid, now), name=f"probe-{name}")
+
+    async def _probe(self, name: str, pid: int, started: float) -> None:
+        """Ask one life of an engine whether it is alive, until it is not."""
+        settings = self._settings
+        host = _ANY_HOST.get(settings.host, settings.host)
+        liveness = Liveness(
+            started=started, startup_seconds=settings.startup_timeout_seconds, failures=settings.liveness_failures
+        )
+        while True:
+            await asyncio.sleep(settings.liveness_period_seconds)
+            why = ""
+            try:
+                timeout = settings.liveness_timeout_seconds
+                status, _ = await http_get(host, self._admin_ports[name], "/live", timeout_seconds=timeout)
+                if status != 200:
+                    why = f"its admin port answers /live with {status}"
+            except GetFailed as error:
+                why = str(error)
+            verdict = liveness.observe(not why, now=time.monotonic())
+            if verdict is not LivenessVerdict.KEEP:
+                if verdict is LivenessVerdict.KILL_NEVER_STARTED:
+                    why = f"it was not alive within {settings.startup_timeout_seconds:g} s ({why})"
+                self._events.put_nowait(_Hung(name, pid, why))
+                return
+
+    def _kill_what_is_left(self) -> None:
+        """Nothing, unless this supervisor is cancelled or fails."""
+        for child in self._children.values():
+            child.kill()
+        for name, child in self._children.items():
+            try:
+                child.reap(timeout_seconds=REAP_SECONDS)
+            except subprocess.TimeoutExpired:
+                logger.error("%s (process %d) does not end even on SIGKILL", name, child.pid)
+        self._children.clear()
+
+    async def _end_probes(self) -> None:
+        probes = list(self._probes.values())
+        self._probes.clear()
+        for probe in probes:
+            probe.cancel()
+        if probes:
+            await asyncio.wait(probes)
+
+    # --- what others see
+
+    def _write_record(self) -> None:
+        settings = self._settings
+        pids = {name: child.pid for name, child in self._children.items()}
+        service = MemoryServiceRecord(
+            pid=pids.get(SERVICE), socket=str(settings.gms_socket), metrics_port=settings.gms_metrics_port
+        )
+        engines = {
+            name.removeprefix(ENGINE_PREFIX): EngineRecord(
+                pid=pids.get(name), admin_port=port, restarts=self._plan.restarts(name)
+            )
+            for name, port in self._admin_ports.items()
+        }
+        record = PodRecord(
+            pod=settings.pod,
+            instance=settings.instance,
+            pid=os.getpid(),
+            host=settings.host,
+            serving_port=settings.serving_port,
+            gms=service if settings.gms else None,
+            engines=engines,
+        )
+        try:
+            self._folder.write(record)
+        except OSError as error:
+            logger.error("pod.json cannot be written: %s", error)
+
+    def _how_it_stops(self) -> str:
+        match self._plan.phase:
+            case Phase.RUNNING:
+                return f", its engines have {self._settings.grace_period_seconds:g} s"
+            case Phase.STOPPING_ENGINES | Phase.STOPPING_SERVICE:
+                return " at once"
+            case _:
+                return " already"
+
+
+def _describe(code: int) -> str:
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

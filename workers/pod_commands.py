@@ -1,0 +1,53 @@
+"""What the supervisor of a pod starts: command lines and environments."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from workers.settings import PodSettings, WorkerSettings
+
+SERVICE = "gms"
+ENGINE_PREFIX = "engine-"
+
+
+def admin_ports(settings: PodSettings) -> dict[str, int]:
+    """Process name of each engine → its admin port."""
+    letters = "abcdefgh"[: settings.shadows + 1]
+    return {f"{ENGINE_PREFIX}{letter}": port for letter, port in zip(letters, settings.admin_ports, strict=False)}
+
+
+def command_lines(settings: PodSettings) -> dict[str, list[str]]:
+    """Process name → argv."""
+    python = [sys.executable, "-m"]
+    service = [*python, "gms", "--socket", str(settings.gms_socket), "--device", settings.device]
+    if settings.gms_metrics_port:
+        service += ["--metrics-port", str(settings.gms_metrics_port)]
+    if settings.gms_memory_limit_bytes:
+        service += ["--memory-limit", str(settings.gms_memory_limit_bytes)]
+    commands = {SERVICE: service}
+    for name, port in admin_ports(settings).items():
+        letter = name.removeprefix(ENGINE_PREFIX)
+        commands[name] = [*python, "workers", "engine", "--engine-id", letter, "--admin-port", str(port)]
+    return commands
+
+
+def environment(settings: PodSettings, name: str, *, inherited: Mapping[str, str]) -> dict[str, str]:
+    """The environment of the process ``name``.
+
+    ``inherited`` is the supervisor's own, so that what is set for engines only (model, HOTSPARE_SIM_*) reaches them. On
+    top comes what all processes of a pod must agree on, whether it was given as a flag or made up (``instance``).
+    """
+    shared = settings.model_dump(mode="json", include=set(WorkerSettings.model_fields), exclude_none=True)
+    env = {**inherited, **{f"HOTSPARE_{field.upper()}": _as_variable(value) for field, value in shared.items()}}
+    env["HOTSPARE_PARENT_PID"] = str(os.getpid())
+    engines = admin_ports(settings)
+    if name in engines:
+        env["HOTSPARE_STANDBY_ADMIN_PORTS"] = ",".join(str(port) for other, port in engines.items() if other != name)
+    return env
+
+
+def _as_variable(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,177 @@
+"""[P] What the supervisor of a pod does next: decided here, done in ``workers.pod``.
+
+    RUNNING ──► STOPPING_ENGINES ──► STOPPING_SERVICE ──► STOPPED
+        └──────────────┴── a second signal ──► KILLING ──────┘
+
+The rules are the kubelet's and no others: everything starts at once and waits for nobody, what dies is started again
+with a backoff, and a stop is SIGTERM, a grace period, SIGKILL. The memory service goes last, since engines hand their
+pages back to it. The one thing added: if nothing can start with this configuration, the pod ends and says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import Final
+
+import msgspec
+
+from workers.exit_codes import ExitCode
+from workers.probes import Backoff
+
+RESTART_INITIAL_SECONDS: Final = 1.0
+RESTART_MAXIMUM_SECONDS: Final = 30.0
+RESTART_RESET_SECONDS: Final = 60.0
+"""A process that lived this long is restarted at once again."""
+
+
+class Phase(Enum):
+    RUNNING = "running"
+    STOPPING_ENGINES = "stopping_engines"
+    STOPPING_SERVICE = "stopping_service"
+    KILLING = "killing"
+    STOPPED = "stopped"
+
+
+class Start(msgspec.Struct, frozen=True):
+    """Start a process after ``delay_seconds``; when they are over, ``PodPlan.start_due`` has the last word."""
+
+    name: str
+    delay_seconds: float = 0.0
+
+
+class Terminate(msgspec.Struct, frozen=True):
+    """SIGTERM to the process itself: it knows what it has started."""
+
+    name: str
+
+
+class Kill(msgspec.Struct, frozen=True):
+    """SIGKILL to the process and to everything it started."""
+
+    name: str
+
+
+class Deadline(msgspec.Struct, frozen=True):
+    """Call ``PodPlan.deadline_passed(phase)`` after ``seconds``."""
+
+    phase: Phase
+    seconds: float
+
+
+Action = Start | Terminate | Kill | Deadline
+
+
+class _Process:
+    """What is known about one process over all its lives."""
+
+    def __init__(self) -> None:
+        self.lives = 0
+        self.alive = False
+        self.started = 0.0
+        self.first_life_refused = False
+        """Its first life ended with BAD_CONFIGURATION."""
+        self.backoff = Backoff(
+            initial_seconds=RESTART_INITIAL_SECONDS,
+            maximum_seconds=RESTART_MAXIMUM_SECONDS,
+            reset_seconds=RESTART_RESET_SECONDS,
+        )
+
+
+class PodPlan:
+    """Fed with what happened and when (seconds of a monotonic clock); answers with what to do."""
+
+    def __init__(
+        self, *, service: str | None, engines: Sequence[str], grace_seconds: float, service_grace_seconds: float
+    ) -> None:
+        self._service = service
+        self._engines = tuple(engines)
+        self._grace = grace_seconds
+        self._service_grace = service_grace_seconds
+        names = (*((service,) if service else ()), *engines)
+        self._processes = {name: _Process() for name in names}
+        self.phase = Phase.RUNNING
+        self.exit_code = ExitCode.DRAINED
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All processes, the memory service first."""
+        return tuple(self._processes)
+
+    @property
+    def finished(self) -> bool:
+        return self.phase is Phase.STOPPED
+
+    def restarts(self, name: str) -> int:
+        """How often a process was started again."""
+        return max(0, self._processes[name].lives - 1)
+
+    def begin(self) -> list[Action]:
+        return [Start(name) for name in self.names]
+
+    def start_due(self, name: str) -> bool:
+        """Whether a start whose time has come is still wanted."""
+        return self.phase is Phase.RUNNING and not self._processes[name].alive
+
+    def started(self, name: str, *, now: float) -> None:
+        process = self._processes[name]
+        process.lives += 1
+        process.alive = True
+        process.started = now
+
+    def exited(self, name: str, code: int, *, now: float) -> list[Action]:
+        """A process ended with ``code`` (minus the signal's number, as in subprocess) and was reaped."""
+        process = self._processes[name]
+        process.alive = False
+        if self.phase is not Phase.RUNNING:
+            return self._advance()
+        if process.lives == 1 and code == ExitCode.BAD_CONFIGURATION:
+            process.first_life_refused = True
+            if self._cannot_start(name):
+                self.exit_code = ExitCode.BAD_CONFIGURATION
+                return self._stop_engines()
+        return [Start(name, process.backoff.died(lived_seconds=now - process.started))]
+
+    def stop(self) -> list[Action]:
+        """A signal came: stop in order, or, when that is under way already, at once."""
+        if self.phase is Phase.RUNNING:
+            return self._stop_engines()
+        if self.phase in (Phase.STOPPING_ENGINES, Phase.STOPPING_SERVICE):
+            self.exit_code = ExitCode.FORCED
+            self.phase = Phase.KILLING
+            return [Kill(name) for name in self._alive(self.names)]
+        return []
+
+    def deadline_passed(self, phase: Phase) -> list[Action]:
+        """The time for a phase is over: what is left of it is killed."""
+        if phase is not self.phase:
+            return []
+        left = self._alive(self._engines if phase is Phase.STOPPING_ENGINES else self.names)
+        if left:
+            self.exit_code = ExitCode.FORCED
+        return [Kill(name) for name in left]
+
+    def _cannot_start(self, name: str) -> bool:
+        if name == self._service:
+            return True
+        return all(self._processes[engine].first_life_refused for engine in self._engines)
+
+    def _stop_engines(self) -> list[Action]:
+        self.phase = Phase.STOPPING_ENGINES
+        alive = self._alive(self._engines)
+        if not alive:
+            return self._advance()
+        return [*(Terminate(name) for name in alive), Deadline(self.phase, self._grace)]
+
+    def _advance(self) -> list[Action]:
+        """Go on with the next phase if nothing of this one is left."""
+        if self.phase is Phase.STOPPING_ENGINES and not self._alive(self._engines):
+            self.phase = Phase.STOPPING_SERVICE
+            if self._service is not None and self._processes[self._service].alive:
+                return [Terminate(self._service), Deadline(self.phase, self._service_grace)]
+        if self.phase is not Phase.STOPPING_ENGINES and not self._alive(self.names):
+            self.phase = Phase.STOPPED
+        return []
+
+    def _alive(self, names: Sequence[str]) -> list[str]:
+        return [name for name in names if self._processes[name].alive]
