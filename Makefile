@@ -1,0 +1,44 @@
+# One entrance for people and for CI. `make` alone lists the targets.
+# ARGS goes to the program behind a target: make up ARGS="--pods 2", make test ARGS="-k drain".
+
+.DEFAULT_GOAL := help
+.PHONY: help setup setup-test up check test lock format clean
+SHELL := /bin/bash
+
+BIN := .venv/bin
+ARGS ?=
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
+
+setup: ## make .venv with the locked packages, or do nothing if it is up to date
+	@scripts/setup.sh
+
+setup-test: ## the same with the test tools
+	@scripts/setup.sh --test
+
+up: ## gateway and pods on this machine; Ctrl-C drains and ends them (ARGS: options of `hotspare up`)
+# On a terminal it gets a process group of its own (set -m): Ctrl-C then reaches it once and not make, which would
+# otherwise end with an error although the drain went well.
+	@scripts/setup.sh && if [ -t 0 ]; then set -m; $(BIN)/hotspare up $(ARGS); else exec $(BIN)/hotspare up $(ARGS); fi
+
+check: setup-test ## lint, types, layers and unit tests
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/pytest tests/unit --quiet
+
+test: check ## everything that CI runs: check, then all other tests (ARGS: options of pytest)
+	$(BIN)/pytest tests --ignore=tests/unit --durations=15 $(ARGS)
+
+lock: setup-test ## re-create requirements/*.txt (ARGS=--upgrade: with the newest versions)
+	$(BIN)/python scripts/lock.py $(ARGS)
+
+format: setup-test ## format the code and fix what lint can fix
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## remove what the tools wrote; .venv and downloaded models stay
+	rm -rf build dist htmlcov .coverage .coverage.* .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find app workers gms tests scripts -name __pycache__ -type d -prune -exec rm -rf {} +
