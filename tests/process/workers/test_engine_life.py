@@ -1,0 +1,236 @@
+"""Engines of the sim in real processes: elected, killed, stopped, told to leave, and what they say about it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import msgspec
+import pytest
+
+from tests.support.processes import Process, gone, running, state_of, until, until_role
+from workers.contract import Role, WatchLine
+from workers.ports import PortReservation
+
+pytestmark = pytest.mark.process
+
+INSTANCE = "test-instance"
+
+
+class Pair:
+    """A memory service and engines of one pod, without a supervisor."""
+
+    def __init__(self, run_dir: Path, ports: list[int], stack: contextlib.ExitStack) -> None:
+        self.run_dir, self.stack = run_dir, stack
+        self.serving, self.admin = ports[0], {"a": ports[1], "b": ports[2]}
+        self.env = {
+            "HOTSPARE_RUN_DIR": str(run_dir),
+            "HOTSPARE_ENGINE": "sim",
+            "HOTSPARE_INSTANCE": INSTANCE,
+            "HOTSPARE_SERVING_PORT": str(self.serving),
+            "HOTSPARE_HEARTBEAT_SECONDS": "0.2",
+            "HOTSPARE_SIM_WEIGHTS_BYTES": "1048576",
+            "HOTSPARE_SIM_KV_BYTES": "1048576",
+        }
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.serving}"
+
+    def gms(self) -> Process:
+        (self.run_dir / "pod-0").mkdir(mode=0o700, exist_ok=True)
+        socket_path = self.run_dir / "pod-0" / "gms-cpu-0.sock"
+        return self.stack.enter_context(
+            running("gms", "gms", "--socket", str(socket_path), "--device", "cpu:0", log_dir=self.run_dir)
+        )
+
+    def engine(self, name: str, *flags: str, **env: str) -> Process:
+        other = self.admin["b" if name == "a" else "a"]
+        arguments = ["engine", "--engine-id", name, "--admin-port", str(self.admin[name])]
+        arguments += ["--standby-admin-ports", str(other), *flags]
+        return self.stack.enter_context(
+            running(f"engine-{name}", "workers", *arguments, log_dir=self.run_dir, env={**self.env, **env})
+        )
+
+    def complete(self, prompt: str = "hello", n: int = 8) -> str:
+        answer = httpx.post(
+            f"{self.url}/v1/completions", json={"prompt": prompt, "max_tokens": n}, timeout=10, trust_env=False
+        )
+        assert answer.status_code == 200, answer.text
+        return str(answer.json()["choices"][0]["text"])
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[Pair]:
+    with contextlib.ExitStack() as stack:
+        ports = [stack.enter_context(PortReservation("127.0.0.1")).port for _ in range(3)]
+        yield Pair(tmp_path, ports, stack)
+
+
+def test_a_killed_active_engine_is_followed_by_the_shadow(pair: Pair) -> None:
+    pair.gms()
+    pair.engine("a")
+    first = until_role(pair.admin["a"], Role.ACTIVE)
+    pair.engine("b")
+    parked = until_role(pair.admin["b"], Role.STANDBY)
+    assert (first["epoch"], parked["epoch"]) == (1, 0)
+    assert first["memory"]["weights_role"] == "writer"
+    assert parked["memory"]["weights_role"] == "reader"
+    assert (first["memory"]["kv_mapped"], parked["memory"]["kv_mapped"]) == (True, False)
+    assert parked["memory"]["weights_outside_gms_bytes"] == first["memory"]["weights_outside_gms_bytes"] == 0
+    before = pair.complete()
+
+    os.kill(first["pid"], signal.SIGKILL)
+    promoted = until_role(pair.admin["b"], Role.ACTIVE)
+    assert promoted["epoch"] == 2
+    assert promoted["pid"] == parked["pid"]
+    assert pair.complete() == before
+    moments = [promoted["promotion"][key] for key in ("granted", "epoch_written", "memory_mapped", "bound")]
+    assert moments == sorted(moments)
+
+    again = until_role(pair.admin["a"], Role.STANDBY)
+    assert again["pid"] != first["pid"]
+    assert again["keeper_pid"] == first["keeper_pid"]
+    assert again["memory"]["weights_role"] == "reader"
+
+
+def test_twenty_kills_in_a_row(pair: Pair) -> None:
+    pair.gms()
+    for name in pair.admin:
+        pair.engine(name)
+    text = None
+    for epoch in range(1, 21):
+        name, active = until(lambda: _active(pair), saying="an engine is active")
+        assert active["epoch"] == epoch
+        assert text in (None, pair.complete())
+        text = pair.complete()
+        until_role(pair.admin["b" if name == "a" else "a"], Role.STANDBY)
+        os.kill(active["pid"], signal.SIGKILL)
+        assert gone(active["pid"])
+
+
+def _active(pair: Pair) -> tuple[str, dict[str, object]] | None:
+    for name, port in pair.admin.items():
+        state = state_of(port)
+        if state and state["role"] == Role.ACTIVE:
+            return name, state
+    return None
+
+
+def test_a_stopped_active_engine_is_killed_by_its_keeper(pair: Pair) -> None:
+    pair.gms()
+    pair.engine("a", HOTSPARE_BEAT_TIMEOUT_SECONDS="0.8")
+    first = until_role(pair.admin["a"], Role.ACTIVE)
+    pair.engine("b")
+    until_role(pair.admin["b"], Role.STANDBY)
+    os.kill(first["pid"], signal.SIGSTOP)
+    until_role(pair.admin["b"], Role.ACTIVE)
+    assert gone(first["pid"])
+
+
+def test_the_watch_says_what_happens(pair: Pair) -> None:
+    pair.gms()
+    a = pair.engine("a")
+    until_role(pair.admin["a"], Role.ACTIVE)
+    decoder = msgspec.json.Decoder(WatchLine)
+    with httpx.stream("GET", f"{pair.url}/internal/watch", timeout=10, trust_env=False) as watch:
+        assert watch.headers["content-type"] == "application/x-ndjson"
+        lines = watch.iter_lines()
+        first = decoder.decode(next(lines))
+        assert (first.worker, first.instance, first.epoch, first.engine) == ("pod-0", INSTANCE, 1, "a")
+        assert (first.state, first.standby, first.models, first.seq) == (Role.ACTIVE, None, ("sim",), 0)
+        pair.engine("b")
+        spare = next(line for line in map(decoder.decode, lines) if line.standby is Role.STANDBY)
+        assert spare.seq > first.seq
+        a.signal(signal.SIGTERM)
+        rest = [decoder.decode(line) for line in lines]
+        assert rest[-1].state is Role.DRAINING
+    assert a.wait() == 0
+    until_role(pair.admin["b"], Role.ACTIVE)
+
+
+def test_a_draining_engine_ends_its_streams_and_takes_no_new_requests(pair: Pair) -> None:
+    pair.gms()
+    a = pair.engine("a", HOTSPARE_SIM_TOKEN_SECONDS="0.03")
+    until_role(pair.admin["a"], Role.ACTIVE)
+    body = {"prompt": "a long story", "max_tokens": 30, "stream": True}
+    with httpx.stream("POST", f"{pair.url}/v1/completions", json=body, timeout=10, trust_env=False) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        a.signal(signal.SIGTERM)
+        until_role(pair.admin["a"], Role.DRAINING)
+        refused = httpx.post(f"{pair.url}/v1/completions", json=body, timeout=10, trust_env=False)
+        assert refused.status_code == 503
+        assert refused.headers["x-hotspare-reselect"] == "1"
+        assert refused.json()["error"]["code"] == "draining"
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+    assert a.wait() == 0
+
+
+def test_over_its_capacity_an_engine_says_reselect(pair: Pair) -> None:
+    pair.gms()
+    pair.engine("a", "--capacity", "1", HOTSPARE_SIM_TOKEN_SECONDS="0.05")
+    until_role(pair.admin["a"], Role.ACTIVE)
+    body = {"prompt": "x", "max_tokens": 1000, "stream": True}
+    with httpx.stream("POST", f"{pair.url}/v1/completions", json=body, timeout=10, trust_env=False) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        refused = httpx.post(f"{pair.url}/v1/completions", json=body, timeout=10, trust_env=False)
+        assert (refused.status_code, refused.headers["x-hotspare-reselect"]) == (503, "1")
+    until(lambda: (state_of(pair.admin["a"]) or {}).get("inflight") == 0, saying="the abandoned request ended")
+    assert pair.complete()
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--run-dir", "/proc/nowhere"], "cannot be made"),
+        (["--serving-port", "99999"], "HOTSPARE_SERVING_PORT"),
+        (["--engine", "tgi"], "HOTSPARE_ENGINE"),
+        (["--no-such-flag"], "unrecognized arguments"),
+        (["--run-dir", "/tmp/" + "x" * 100], "too long for Unix sockets"),
+    ],
+)
+def test_bad_settings_are_one_sentence(pair: Pair, flags: list[str], sentence: str) -> None:
+    engine = pair.engine("a", *flags)
+    assert engine.wait() == 2
+    assert sentence in engine.output()
+    assert "Traceback" not in engine.output()
+
+
+def test_a_taken_admin_port_is_said_with_its_holder(pair: Pair) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        engine = pair.engine("a", "--no-gms", "--admin-port", str(taken.getsockname()[1]))
+        assert engine.wait() == 2
+        assert f"process {os.getpid()}" in engine.output()
+
+
+def test_a_taken_serving_port_rolls_the_promotion_back(pair: Pair) -> None:
+    with contextlib.closing(socket.socket()) as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        taken.bind(("127.0.0.1", pair.serving))
+        taken.listen()
+        engine = pair.engine("a", "--no-gms", HOTSPARE_BIND_TIMEOUT_SECONDS="0.05")
+        until(lambda: "could not be promoted" in engine.output(), saying="the promotion was rolled back")
+        assert f"process {os.getpid()}" in engine.output()
+    state = until_role(pair.admin["a"], Role.ACTIVE)
+    assert state["epoch"] > 1
+
+
+def test_a_second_signal_ends_a_draining_engine_now(pair: Pair) -> None:
+    pair.gms()
+    a = pair.engine("a", "--no-keeper", "--drain-timeout-seconds", "60", HOTSPARE_SIM_TOKEN_SECONDS="0.05")
+    until_role(pair.admin["a"], Role.ACTIVE)
+    body = {"prompt": "x", "max_tokens": 1000, "stream": True}
+    with httpx.stream("POST", f"{pair.url}/v1/completions", json=body, timeout=10, trust_env=False) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        a.signal(signal.SIGTERM)
+        until_role(pair.admin["a"], Role.DRAINING)
+        a.signal(signal.SIGTERM)
+        assert a.wait() == 70
