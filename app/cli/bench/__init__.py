@@ -1,0 +1,1 @@
+"""``hotspare bench``: measurements of this project against its own alternatives, as ratios within one run."""
