@@ -71,9 +71,10 @@ def made_elsewhere():
 
 
 def install_uv():
+    command = [VENV_PYTHON, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    command += ["--no-deps", "--require-hashes", "-r", "requirements/uv.txt"]
     call(
-        [VENV_PYTHON, "-m", "pip", "install", "--quiet", "--no-deps", "--require-hashes"]
-        + ["--disable-pip-version-check", "-r", "requirements/uv.txt"],
+        command,
         "Usually the package index could not be reached; pip's own settings are used. Run it again, or see "
         "`pip config list`.",
     )
@@ -100,11 +101,9 @@ def install_groups(groups):
 
 
 def install_project():
-    call(
-        [VENV_PYTHON, "-m", "uv", "pip", "install", "--python", VENV_PYTHON, "--quiet", "--offline"]
-        + ["--no-deps", "--no-build-isolation", "--editable", "."],
-        "This is a fault of this checkout: look at pyproject.toml.",
-    )
+    command = [VENV_PYTHON, "-m", "uv", "pip", "install", "--python", VENV_PYTHON, "--quiet", "--offline"]
+    command += ["--no-deps", "--no-build-isolation", "--editable", "."]
+    call(command, "This is a fault of this checkout: look at pyproject.toml.")
 
 
 def call(command, advice, env=None):
