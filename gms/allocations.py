@@ -41,8 +41,12 @@ class AllocationTable(Generic[P]):
         self.total_bytes = 0
 
     def reserve(self, pool: str, generation: int, tag: str, size_bytes: int, owner: str) -> Entry[P]:
-        """Room for an allocation. Raises GmsError: out_of_memory, too_many, size_mismatch (the tag exists)."""
+        """Room for an allocation. Raises GmsError: out_of_memory, too_many, exists, size_mismatch."""
         if (existing := self.get(pool, generation, tag)) is not None:
+            if existing.size_bytes == size_bytes:
+                raise GmsError(
+                    ErrorCode.EXISTS, f"{tag!r} is allocated in {pool} already; export it, or use another tag."
+                )
             raise GmsError(
                 ErrorCode.SIZE_MISMATCH,
                 f"{tag!r} exists in {pool} with {existing.size_bytes} bytes, {size_bytes} were asked for; "

@@ -49,11 +49,13 @@ _R = TypeVar("_R", bound=protocol.Message)
 
 
 class Allocation:
-    """Pages of the service: `size_bytes` of them behind `fd`, which this object owns."""
+    """Pages of the service: `size_bytes` of them behind `fd`, which this object owns. `size_bytes` is what was asked
+    for, rounded up to whole pages; `created` says that they are new, and zero."""
 
-    def __init__(self, tag: str, size_bytes: int, fd: int) -> None:
+    def __init__(self, tag: str, size_bytes: int, fd: int, created: bool) -> None:
         self.tag = tag
         self.size_bytes = size_bytes
+        self.created = created
         self._fd = fd
 
     @property
@@ -209,7 +211,7 @@ class GmsClient:
     ) -> tuple[protocol.Pages, Allocation]:
         fds: list[int] = []
         pages = self._call(request, protocol.Pages, wait_seconds=wait, received=fds)
-        return pages, Allocation(pages.tag, pages.size_bytes, fds[0])
+        return pages, Allocation(pages.tag, pages.size_bytes, fds[0], pages.created)
 
     def _call(
         self,
@@ -220,7 +222,7 @@ class GmsClient:
         fds: list[int] | None = None,
         received: list[int] | None = None,
     ) -> _R:
-        """One request, one reply. A failure in between leaves the stream in an unknown place: the connection is over."""
+        """One request, one reply. Failing in between leaves the stream in an unknown place: the connection is over."""
         frame = protocol.encode(request)
         got: list[int] = []
         with self._lock:
@@ -258,7 +260,7 @@ class GmsClient:
         if self._owner != os.getpid():
             raise GmsError(
                 ErrorCode.NOT_PERMITTED,
-                f"This connection belongs to process {self._owner}, which forked; connect anew in process {os.getpid()}.",
+                f"This connection belongs to process {self._owner}; this one, {os.getpid()}, must make its own.",
             )
         if self._closing:
             raise GmsError(ErrorCode.CLOSED, "This connection was closed by its owner; connect anew.")

@@ -89,7 +89,7 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self._attach = Histogram(
-            "hotspare_gms_attach_seconds", "From a request for a lease to its grant, waiting included.", ["pool", "mode"],
+            "hotspare_gms_attach_seconds", "From asking for a lease to its grant, waiting included.", ["pool", "mode"],
             buckets=ATTACH_BUCKETS, registry=self.registry,
         )  # fmt: skip
         self._allocate = Histogram(

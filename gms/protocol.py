@@ -48,8 +48,10 @@ class ErrorCode(StrEnum):
     BAD_MESSAGE = "bad_message"
     BUSY = "busy"
     CLOSED = "closed"
+    EXISTS = "exists"
     FENCED = "fenced"
     INTERNAL = "internal"
+    INVALID = "invalid"
     NOT_ATTACHED = "not_attached"
     NOT_FOUND = "not_found"
     NOT_PERMITTED = "not_permitted"
@@ -226,6 +228,7 @@ def encode(message: Request | Reply) -> bytes:
 
 
 def decode_request(frame: bytes) -> Request:
+    """Raises GmsError: invalid (a field is out of its bounds; the stream is sound), bad_message (this is not ours)."""
     return _decode(_REQUESTS, frame)
 
 
@@ -236,6 +239,10 @@ def decode_reply(frame: bytes) -> Reply:
 def _decode(decoder: msgspec.msgpack.Decoder[_T], frame: bytes) -> _T:
     try:
         return decoder.decode(frame)
+    except msgspec.ValidationError as error:
+        raise GmsError(
+            ErrorCode.INVALID, f"A message is out of bounds ({error}); correct what this client asks for."
+        ) from error
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise GmsError(
             ErrorCode.BAD_MESSAGE,

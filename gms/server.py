@@ -95,14 +95,13 @@ class Server:
         self._loop.add_reader(listener, self._acceptable)
 
     async def close(self) -> None:
-        """Stops listening, ends all sessions, gives all memory back. May be called again."""
-        if self._listener is None:
-            return
-        self._loop.remove_reader(self._listener)
-        listener, self._listener = self._listener, None
-        listener.close()
-        with suppress(FileNotFoundError):
-            os.unlink(self._path)
+        """Stops listening, ends all sessions, gives all memory back. May be called again, and without a start."""
+        if self._listener is not None:
+            self._loop.remove_reader(self._listener)
+            listener, self._listener = self._listener, None
+            listener.close()
+            with suppress(FileNotFoundError):
+                os.unlink(self._path)
         for task in list(self._tasks):
             task.cancel()
         while self._tasks:
@@ -201,7 +200,7 @@ class Server:
         if hello.version != protocol.VERSION:
             raise GmsError(
                 ErrorCode.VERSION_MISMATCH,
-                f"The client speaks version {hello.version}, this service {protocol.VERSION}; use one release for both.",
+                f"The client speaks version {hello.version}, the service {protocol.VERSION}; use one release for both.",
             )
         if hello.device != self._service.device:
             raise GmsError(
@@ -220,23 +219,25 @@ class Server:
         if received:
             fdpass.close_all(received)
             raise GmsError(ErrorCode.BAD_FDS, "Descriptors came with a message that has none; this client is broken.")
-        request = protocol.decode_request(frame)
         fds: list[int] = []
         try:
             try:
-                reply = protocol.encode(await self._handle(client, request, fds))
+                reply = protocol.encode(await self._handle(client, protocol.decode_request(frame), fds))
             except GmsError as error:
+                if error.code in (ErrorCode.BAD_MESSAGE, ErrorCode.BAD_FDS):
+                    raise
                 log.info("%s: %s", client.label, error)
                 reply = _failure(error)
             except OSError as error:
-                log.exception("%s: %s failed", client.label, type(request).__name__)
-                message = f"The memory service failed at {type(request).__name__}: {error}; see its log."
-                reply = _failure(GmsError(ErrorCode.INTERNAL, message))
+                log.exception("a request of %s failed", client.label)
+                reply = _failure(GmsError(ErrorCode.INTERNAL, f"The memory service failed: {error}; see its log."))
             await channel.send(reply, fds)
         finally:
             fdpass.close_all(fds)
 
     async def _handle(self, client: Client, request: protocol.Request, fds: list[int]) -> protocol.Reply:
+        if request.fds:
+            raise GmsError(ErrorCode.BAD_FDS, f"{request.fds} descriptors were announced where none are due.")
         match request:
             case protocol.Attach():
                 return await self._service.attach(client, request)

@@ -18,8 +18,9 @@ from typing import Final, Generic, Protocol, TypeVar
 
 from gms import protocol
 from gms.allocations import AllocationTable, Entry
-from gms.arbiter import Action, Arbiter, Drop, Grant, Held, Refuse, Request
+from gms.arbiter import Arbiter
 from gms.backends.base import MemoryBackend, OutOfMemoryError, StillMappedError
+from gms.leases import Action, Drop, Grant, Held, Refuse, Request
 from gms.protocol import ErrorCode, GmsError, LeaseInfo, LeaseMode, PoolStatus, Status
 
 log: Final = logging.getLogger("gms")
@@ -117,15 +118,16 @@ class MemoryService(Generic[P]):
             self._waiting.pop(request.key, None)
         if grant.mode is LeaseMode.RW:
             self._table.hand_over(message.pool, grant.generation, client.label)
+        granted = self._granted(message.pool, grant.mode, grant.generation)
         seconds = self._loop.time() - started
         if self._observer is not None:
             self._observer.attached(message.pool, grant.mode, seconds)
+        new = " (fresh)" if granted.fresh else ""
         log.info(
             "%s holds %s %s, generation %d%s, epoch %d, after %.1f ms",
-            client.label, message.pool, grant.mode, grant.generation, " (fresh)" if grant.fresh else "", message.epoch,
-            seconds * 1e3,
-        )  # fmt: skip
-        return self._granted(message.pool, grant.mode, grant.generation, grant.fresh)
+            *(client.label, message.pool, grant.mode, grant.generation, new, message.epoch, seconds * 1e3),
+        )
+        return granted
 
     async def allocate(self, client: Client, message: protocol.Allocate) -> tuple[protocol.Pages, int]:
         """The pages and a descriptor that the caller closes."""
@@ -171,7 +173,7 @@ class MemoryService(Generic[P]):
         self._table.put_manifest(message.pool, lease.generation, message.manifest)
         self._apply(self._arbiter.commit(client.id, message.pool))
         log.info("%s committed %s, generation %d", client.label, message.pool, lease.generation)
-        return self._granted(message.pool, LeaseMode.RO, lease.generation, fresh=False)
+        return self._granted(message.pool, LeaseMode.RO, lease.generation)
 
     def release(self, client: Client, message: protocol.Release) -> protocol.Done:
         """Harmless without a lease; `quiesced` counts as proof even then, for pages that a newer epoch left to us."""
@@ -251,13 +253,14 @@ class MemoryService(Generic[P]):
         fd = self._backend.share(entry.pages, writable=writable)
         return protocol.Pages(tag=entry.tag, size_bytes=entry.size_bytes, created=created, fds=1), fd
 
-    def _granted(self, pool: str, mode: LeaseMode, generation: int, fresh: bool) -> protocol.Granted:
+    def _granted(self, pool: str, mode: LeaseMode, generation: int) -> protocol.Granted:
+        allocations = self._table.info(pool, generation)
         return protocol.Granted(
             mode=mode,
             generation=generation,
-            fresh=fresh,
+            fresh=mode is LeaseMode.RW and not allocations,
             manifest=self._table.manifest(pool, generation),
-            allocations=self._table.info(pool, generation),
+            allocations=allocations,
         )
 
     def _lease(self, client: Client, pool: str, mode: LeaseMode | None = None) -> Held:

@@ -2,8 +2,8 @@
 
 The size is sealed from the start: a client that could shrink a file would turn another's mapping into a SIGBUS. Pages
 are filled by the service, so that they are charged to it and not to whoever touches them first. Freezing adds
-F_SEAL_WRITE: F_SEAL_FUTURE_WRITE would leave the writer's own mapping writable, and a mere read-only descriptor can be reopened
-through /proc. The kernel refuses F_SEAL_WRITE while a shared writable mapping exists (EBUSY), a mapping made
+F_SEAL_WRITE: F_SEAL_FUTURE_WRITE would leave the writer's own mapping writable, and a mere read-only descriptor can be
+reopened through /proc. The kernel refuses F_SEAL_WRITE while a shared writable mapping exists (EBUSY), a mapping made
 read-only from a writable descriptor included: it could be made writable later.
 """
 
