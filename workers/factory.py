@@ -51,7 +51,7 @@ def preload(settings: EngineSettings) -> None:
     if settings.engine == "sim":
         import workers.engines.sim.engine  # noqa: F401 - for the forks
     else:
-        from workers.engines.vllm.engine import preload as preload_vllm
+        from workers.engines.vllm.preload import preload as preload_vllm
 
         preload_vllm(settings)
 

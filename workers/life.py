@@ -12,30 +12,34 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import resource
 import signal
+import socket
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
-from typing import Any, Final
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, Final, TypeVar
 
 import msgspec
 
+from gms.client import GmsError
 from workers import metrics
-from workers.admin import AdminApp, EngineState, Promotion
+from workers.admin import AdminApp, Promotion
 from workers.binding import PortTaken, bind, bind_when_free
-from workers.contract import Role, WatchLine
-from workers.engine import Engine, EngineConfigError, EngineDeadError, EngineMemory
+from workers.contract import Role
+from workers.engine import Engine, EngineConfigError, EngineDeadError
 from workers.exit_codes import ExitCode
 from workers.failover_lock import FailoverLockError, FlockFailoverLock
-from workers.heartbeat import BEAT_PERIOD_SECONDS, Beat, encode_beat
+from workers.heartbeat import BEAT_PERIOD_SECONDS, encode_beat
 from workers.http_get import GetFailed, http_get
 from workers.http_server import serve_http
-from workers.role import RoleEvent, RoleMachine
-from workers.serving import Change, ServingApp
+from workers.role import RoleEvent
+from workers.serving import ServingApp
 from workers.settings import EngineSettings
+from workers.vitals import Vitals
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 HEALTH_CHECK_SECONDS: Final = 2.0
 """HEALTH_CHECK_INTERVAL of the reference system."""
@@ -65,41 +69,27 @@ class EngineLife:
         self._lock = lock
         self._heartbeat_fd = heartbeat_fd
         self._keeper_pid = keeper_pid
-        self._machine = RoleMachine(now=time.monotonic())
-        self._change = Change()
+        self._vitals = Vitals(settings, engine, keeper_pid=keeper_pid)
         self._leave = asyncio.Event()
-        self._serving: ServingApp | None = None
-        self._promotion: Promotion | None = None
-        self._standby: Role | None = None
-        self._epoch = 0
-        self._initialized = False
-        self._failure: str | None = None
-        metrics.record_role(self._machine.role)
 
     async def run(self) -> int:
-        """Live; returns the exit code of contracts.md, whose reason has been logged."""
+        """Live; returns the exit code (``workers.exit_codes``), whose reason has been logged."""
+        settings = self._settings
+        try:
+            admin_sock = bind(settings.host, settings.admin_port)
+        except (PortTaken, OSError) as error:
+            logger.error("the admin port cannot be opened: %s; set HOTSPARE_ADMIN_PORT", error)
+            return ExitCode.BAD_CONFIGURATION
         code = ExitCode.ENGINE_DEAD
         with self._signals():
-            try:
-                async with self._admin(), asyncio.TaskGroup() as group:
-                    helpers = [group.create_task(self._beat()), group.create_task(self._look_at_neighbours())]
-                    try:
-                        code = await self._live()
-                    finally:
-                        for helper in helpers:
-                            helper.cancel()
-            except PortTaken as error:
-                logger.error("the admin port cannot be opened: %s; set HOTSPARE_ADMIN_PORT", error)
-                code = ExitCode.BAD_CONFIGURATION
-            except OSError as error:
-                logger.error(
-                    "the admin port %s:%d cannot be opened: %s",
-                    self._settings.host,
-                    self._settings.admin_port,
-                    error,
-                )
-                code = ExitCode.BAD_CONFIGURATION
-        logger.info("engine %s exits with %d (%s)", self._settings.engine_id, code, code.name)
+            async with serve_http(AdminApp(self._vitals.state), admin_sock), asyncio.TaskGroup() as group:
+                helpers = [group.create_task(self._beat()), group.create_task(self._look_at_neighbours())]
+                try:
+                    code = await self._live()
+                finally:
+                    for helper in helpers:
+                        helper.cancel()
+        logger.info("engine %s exits with %d (%s)", settings.engine_id, code, code.name)
         return code
 
     # --- the way through the states
@@ -111,24 +101,27 @@ class EngineLife:
             while True:
                 await self._or_leave(self._lock.acquire())
                 try:
-                    sock = await self._promote()
-                except (EngineDeadError, FailoverLockError):
+                    sock = await self._or_leave(self._promote())
+                except (EngineDeadError, FailoverLockError, _Leave):
                     raise
                 except Exception as error:
                     await self._roll_back(error)
                     continue
                 await self._serve(sock)
         except _Leave:
-            self._handle(RoleEvent.STOPPED)
+            self._vitals.handle(RoleEvent.STOPPED)
             code = ExitCode.DRAINED
         except EngineConfigError as error:
-            self._fail(str(error))
+            self._vitals.fail(str(error))
             code = ExitCode.BAD_CONFIGURATION
+        except GmsError as error:
+            self._vitals.fail(str(error))
+            code = ExitCode.MEMORY_SERVICE_LOST
         except (EngineDeadError, FailoverLockError) as error:
-            self._fail(str(error))
+            self._vitals.fail(str(error))
         except Exception:
             logger.exception("the engine ends on an error that nothing above it expected")
-            self._fail("internal error")
+            self._vitals.fail("internal error")
         finally:
             await self._shut_down_engine()
             self._lock.close()
@@ -137,8 +130,7 @@ class EngineLife:
     async def _initialize(self) -> None:
         started = time.monotonic()
         await self._engine.initialize()
-        self._initialized = True
-        self._handle(RoleEvent.INITIALIZED)
+        self._vitals.handle(RoleEvent.INITIALIZED)
         logger.info(
             "engine %s is ready and parked after %.2f s, weights: %s",
             self._settings.engine_id,
@@ -146,21 +138,21 @@ class EngineLife:
             self._engine.memory().weights_role,
         )
 
-    async def _promote(self) -> Any:
+    async def _promote(self) -> socket.socket:
         """From the grant to a bound port; returns the listening socket."""
         granted = self._lock.granted_at or time.monotonic()
-        self._handle(RoleEvent.LOCK_GRANTED)
-        self._epoch = self._lock.advance_epoch()
+        self._vitals.handle(RoleEvent.LOCK_GRANTED)
+        epoch = self._vitals.epoch = self._lock.advance_epoch()
         written = time.monotonic()
-        await self._engine.wake(epoch=self._epoch)
+        await self._engine.wake(epoch=epoch)
         mapped = time.monotonic()
         sock = await bind_when_free(
             self._settings.host,
             self._settings.serving_port,
             timeout_seconds=self._settings.bind_timeout_seconds,
         )
-        self._promotion = Promotion(
-            epoch=self._epoch,
+        self._vitals.promotion = Promotion(
+            epoch=epoch,
             granted=granted,
             epoch_written=written,
             memory_mapped=mapped,
@@ -173,30 +165,30 @@ class EngineLife:
         logger.error("engine %s could not be promoted and parks again: %s", self._settings.engine_id, error)
         await self._engine.park()
         metrics.record_promotion("rolled_back", {})
-        self._handle(RoleEvent.PROMOTION_ROLLED_BACK)
+        self._vitals.handle(RoleEvent.PROMOTION_ROLLED_BACK)
         self._lock.release()
         # Whoever else waits gets its turn first; alone, this engine does not spin on what ails it.
         with suppress(TimeoutError):
             async with asyncio.timeout(self._settings.heartbeat_seconds):
                 await self._leave.wait()
 
-    async def _serve(self, sock: Any) -> None:
+    async def _serve(self, sock: socket.socket) -> None:
         """Serve until told to leave or dead."""
         serving = ServingApp(
             self._engine.app(),
-            watch_line=self._watch_line,
-            change=self._change,
+            watch_line=self._vitals.watch_line,
+            change=self._vitals.change,
             capacity=self._settings.capacity,
             heartbeat_seconds=self._settings.heartbeat_seconds,
         )
-        self._serving = serving
+        self._vitals.serving = serving
         async with serve_http(serving, sock):
-            self._handle(RoleEvent.PROMOTED)
+            self._vitals.handle(RoleEvent.PROMOTED)
             self._record_promotion()
             try:
                 await self._or_leave(self._monitor())
             except _Leave:
-                self._handle(RoleEvent.DRAIN_STARTED)
+                self._vitals.handle(RoleEvent.DRAIN_STARTED)
                 serving.refuse("it is shutting down")
                 if not await serving.wait_idle(timeout_seconds=self._settings.drain_timeout_seconds):
                     logger.warning(
@@ -209,7 +201,7 @@ class EngineLife:
                 serving.close_watches()
 
     def _record_promotion(self) -> None:
-        done = self._promotion
+        done = self._vitals.promotion
         if done is None:
             raise RuntimeError("serving without a promotion")
         metrics.record_promotion(
@@ -239,8 +231,8 @@ class EngineLife:
         except TimeoutError:
             logger.error("the engine did not shut down within %g s; its process ends anyway", SHUTDOWN_SECONDS)
 
-    async def _or_leave(self, work: Any) -> None:
-        """Await ``work``, unless told to leave first: then it is cancelled.
+    async def _or_leave(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of ``work``, unless told to leave first: then it is cancelled.
 
         Raises:
             _Leave: told to leave.
@@ -249,89 +241,23 @@ class EngineLife:
         leaving = asyncio.ensure_future(self._leave.wait())
         try:
             await asyncio.wait({doing, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            if doing.done():
-                await doing
-            else:
+            if not doing.done():
                 raise _Leave
+            return doing.result()
         finally:
-            for task in (doing, leaving):
-                task.cancel()
-                with suppress(asyncio.CancelledError, Exception):
-                    await task
+            doing.cancel()
+            leaving.cancel()
+            await asyncio.wait({doing, leaving})
 
-    # --- what others see
-
-    def _handle(self, event: RoleEvent) -> None:
-        role = self._machine.handle(event, now=time.monotonic())
-        metrics.record_role(role)
-        logger.debug("engine %s is %s", self._settings.engine_id, role)
-        self._change.notify()
-
-    def _fail(self, reason: str) -> None:
-        logger.error("engine %s cannot go on: %s", self._settings.engine_id, reason)
-        self._failure = reason
-        self._handle(RoleEvent.FAILED)
-
-    def _watch_line(self, seq: int) -> WatchLine:
-        settings = self._settings
-        return WatchLine(
-            worker=settings.pod,
-            instance=settings.instance,
-            epoch=self._epoch,
-            engine=settings.engine_id,
-            state=self._machine.role,
-            models=self._engine.models,
-            inflight=self._serving.inflight if self._serving else 0,
-            capacity=settings.capacity,
-            steps=self._engine.steps,
-            seq=seq,
-            standby=self._standby,
-            kv_usage=self._engine.kv_usage(),
-        )
-
-    def _state(self) -> EngineState:
-        settings = self._settings
-        now = time.monotonic()
-        memory: EngineMemory | None = self._engine.memory() if self._initialized else None
-        return EngineState(
-            worker=settings.pod,
-            instance=settings.instance,
-            engine=settings.engine_id,
-            role=self._machine.role,
-            role_seconds=now - self._machine.since,
-            pid=os.getpid(),
-            keeper_pid=self._keeper_pid,
-            epoch=self._epoch,
-            inflight=self._serving.inflight if self._serving else 0,
-            capacity=settings.capacity,
-            steps=self._engine.steps if self._initialized else 0,
-            models=self._engine.models if self._initialized else (),
-            standby=self._standby,
-            memory=memory,
-            rss_bytes=_rss_bytes(),
-            monotonic=now,
-            promotion=self._promotion,
-            failure=self._failure,
-        )
-
-    @asynccontextmanager
-    async def _admin(self) -> AsyncIterator[None]:
-        sock = bind(self._settings.host, self._settings.admin_port)
-        async with serve_http(AdminApp(self._state), sock):
-            yield
+    # --- beside it
 
     async def _beat(self) -> None:
         """Tell the keeper that this loop runs, and how far the engine is."""
         if self._heartbeat_fd is None:
             return
         while True:
-            beat = Beat(
-                self._engine.steps if self._initialized else 0,
-                self._engine.busy if self._initialized else False,
-                self._machine.role,
-            )
             try:
-                os.write(self._heartbeat_fd, encode_beat(beat))
+                os.write(self._heartbeat_fd, encode_beat(self._vitals.beat()))
             except BlockingIOError:
                 logger.warning("the keeper does not read this engine's heartbeat")
             await asyncio.sleep(BEAT_PERIOD_SECONDS)
@@ -344,9 +270,7 @@ class EngineLife:
         while True:
             roles = [await self._role_at(port) for port in ports]
             best = Role.STANDBY if Role.STANDBY in roles else next((role for role in roles if role), None)
-            if best is not self._standby:
-                self._standby = best
-                self._change.notify()
+            self._vitals.set_standby(best)
             await asyncio.sleep(NEIGHBOUR_SECONDS)
 
     async def _role_at(self, port: int) -> Role | None:
@@ -376,8 +300,3 @@ class EngineLife:
         finally:
             for number in numbers:
                 loop.remove_signal_handler(number)
-
-
-def _rss_bytes() -> int:
-    with open("/proc/self/statm", "rb") as statm:
-        return int(statm.read().split()[1]) * resource.getpagesize()
