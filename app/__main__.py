@@ -1,0 +1,159 @@
+"""``python -m app``: the gateway process.
+
+Whatever is wrong with its settings or its surroundings is one sentence on standard error and exit code 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from pydantic import ValidationError
+
+from app.settings import GatewaySettings
+
+EXIT_BAD_CONFIGURATION = 2
+EXIT_OVERRAN = 70
+_PR_SET_PDEATHSIG = 1
+
+
+class StartError(Exception):
+    """The gateway cannot start; the message is a sentence for whoever started it."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise StartError(f"{message}; see python -m app --help")
+
+
+def read_settings(arguments: Sequence[str]) -> GatewaySettings:
+    """Flags over environment over defaults.
+
+    Raises:
+        StartError: an unknown flag or a bad value.
+    """
+    parser = _Parser(prog="python -m app", description="Hotspare gateway", allow_abbrev=False)
+    for name in GatewaySettings.model_fields:
+        parser.add_argument(f"--{name.replace('_', '-')}", default=None, help=f"overrides HOTSPARE_{name.upper()}")
+    given = {name: value for name, value in vars(parser.parse_args(arguments)).items() if value is not None}
+    try:
+        return GatewaySettings(**given)
+    except ValidationError as error:
+        raise StartError(
+            "; ".join(_sentence(item["loc"], item["msg"], item["input"]) for item in error.errors())
+        ) from None
+
+
+def _sentence(location: tuple[int | str, ...], message: str, value: object) -> str:
+    name = str(location[0]) if location else "settings"
+    reason = message.removeprefix("Value error, ")
+    return f"{name}={value}: {reason} (set it with --{name.replace('_', '-')} or HOTSPARE_{name.upper()})"
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Have the kernel kill this process when its parent ends, however that happens.
+
+    Raises:
+        StartError: the parent has gone already.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise StartError(f"cannot ask to die with the parent: {os.strerror(ctypes.get_errno())}")
+    if os.getppid() != parent_pid:
+        raise StartError(f"the parent process {parent_pid} has ended already")
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A bound socket of our own, so that the port is known before serving.
+
+    Raises:
+        StartError: the address cannot be had.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except (OSError, UnicodeError) as error:
+        raise StartError(f"cannot resolve the host {host!r} to listen on: {error}") from None
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        hint = "; choose another with --port, or 0 for any free one" if "in use" in str(error) else ""
+        raise StartError(f"cannot listen on {host}:{port}: {error.strerror}{hint}") from None
+    listener.setblocking(False)
+    return listener
+
+
+@contextlib.contextmanager
+def announced(run_dir: Path | None, host: str, port: int) -> Iterator[Path | None]:
+    """Have ``gateway.json`` in the run folder while the gateway runs; it appears whole or not at all.
+
+    Raises:
+        StartError: the folder cannot be written.
+    """
+    if run_dir is None:
+        yield None
+        return
+    path = run_dir / "gateway.json"
+    partial = run_dir / f".gateway.json.{os.getpid()}"
+    document = {"pid": os.getpid(), "host": host, "port": port}
+    try:
+        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        partial.write_text(json.dumps(document))
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True) if os.access(run_dir, os.W_OK) else None
+        raise StartError(f"cannot write {path}: {error.strerror}; check --run-dir") from None
+    try:
+        yield path
+    finally:
+        withdraw(path)
+
+
+def withdraw(path: Path | None) -> None:
+    """Remove ``gateway.json`` if it is still ours."""
+    with contextlib.suppress(OSError, ValueError):
+        if path is not None and json.loads(path.read_text()).get("pid") == os.getpid():
+            path.unlink()
+
+
+def run(settings: GatewaySettings) -> int:
+    """Serve until drained; returns the exit code."""
+    if settings.parent_pid is not None:
+        die_with_parent(settings.parent_pid)
+    # What can fail quickly has been checked; the server's own imports take half a second.
+    with contextlib.closing(bind(settings.host, settings.port)) as listener:
+        host, port = listener.getsockname()[:2]
+        with announced(settings.run_dir, host, port) as announcement:
+            from app.factory import create_app
+            from app.logs import configure_logging
+            from app.server import GatewayServer
+
+            configure_logging(settings.log_format, settings.log_level)
+            server = GatewayServer(create_app(settings), on_forced_exit=lambda: withdraw(announcement))
+            server.run(sockets=[listener])
+            return server.exit_code
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    try:
+        return run(read_settings(sys.argv[1:] if arguments is None else arguments))
+    except StartError as error:
+        print(f"hotspare gateway: {error}", file=sys.stderr)
+        return EXIT_BAD_CONFIGURATION
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,75 @@
+"""How many requests are in flight, and whether one more is taken.
+
+A token is held from admission to the last byte, for HTTP bodies now and for sessions later. The drain waits on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from types import TracebackType
+from typing import Self
+
+from app.lifecycle import LifecycleMachine
+from app.openai.errors import draining, overloaded
+
+
+class InflightToken:
+    """One request in flight. Use as a context manager; releasing twice is harmless."""
+
+    __slots__ = ("_controller",)
+
+    def __init__(self, controller: AdmissionController) -> None:
+        self._controller: AdmissionController | None = controller
+
+    def release(self) -> None:
+        controller, self._controller = self._controller, None
+        if controller is not None:
+            controller._released()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+class AdmissionController:
+    def __init__(self, lifecycle: LifecycleMachine, *, limit: int) -> None:
+        self._lifecycle = lifecycle
+        self._limit = limit
+        self._inflight = 0
+        self._idle: list[asyncio.Future[None]] = []
+
+    @property
+    def inflight(self) -> int:
+        return self._inflight
+
+    def admit(self) -> InflightToken:
+        """Raises:
+        GatewayError: 503 ``draining``, or 429 ``overloaded``.
+        """
+        if not self._lifecycle.admits:
+            raise draining()
+        if self._inflight >= self._limit:
+            raise overloaded(self._limit)
+        self._inflight += 1
+        return InflightToken(self)
+
+    async def wait_idle(self) -> None:
+        """Return once nothing is in flight. The caller sets the deadline."""
+        while self._inflight:
+            future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._idle.append(future)
+            try:
+                await future
+            finally:
+                self._idle.remove(future)
+
+    def _released(self) -> None:
+        self._inflight -= 1
+        if not self._inflight:
+            for future in self._idle:
+                if not future.done():
+                    future.set_result(None)

@@ -1,0 +1,74 @@
+"""The client's side of a relayed request, as the relay sees it.
+
+Two shells implement :class:`Downstream`: the ASGI one (``asgi``), and later a protocol class of the server itself.
+Sending is synchronous, so that bytes can go from one socket to the other within one callback; a shell that cannot write
+at once queues, and asks its observer to pause when the queue grows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol, TypeVar
+
+from app.openai.errors import GatewayError, Header
+
+T = TypeVar("T")
+
+
+class ClientGone(Exception):
+    """The client closed its connection, or took no bytes for too long."""
+
+
+class DownstreamObserver(Protocol):
+    """What a shell tells the relay. Called on the event loop; must not raise."""
+
+    def client_gone(self) -> None: ...
+
+    def pause(self) -> None:
+        """The client is slower than the worker: read no more for now."""
+        ...
+
+    def resume(self) -> None: ...
+
+
+class Downstream(Protocol):
+    """Where an answer goes."""
+
+    @property
+    def gone(self) -> bool: ...
+
+    def observe(self, observer: DownstreamObserver | None) -> None:
+        """Who is told about the client. Told at once if the client has left already."""
+        ...
+
+    def send_head(self, status: int, headers: list[Header]) -> None: ...
+
+    def send_bytes(self, data: bytes) -> None: ...
+
+    def end(self) -> None:
+        """The answer is complete."""
+        ...
+
+    def abort(self) -> None:
+        """The answer cannot be completed: the client must see a broken connection, not an end."""
+        ...
+
+    async def pump(self, until: asyncio.Future[T]) -> T:
+        """Wait for ``until`` and return its result, sending meanwhile what is queued."""
+        ...
+
+
+def send_error(downstream: Downstream, error: GatewayError, request_id: bytes) -> None:
+    """A whole error response."""
+    body = error.body
+    downstream.send_head(
+        error.status,
+        [
+            (b"content-type", b"application/json"),
+            (b"content-length", b"%d" % len(body)),
+            (b"x-request-id", request_id),
+            *error.headers,
+        ],
+    )
+    downstream.send_bytes(body)
+    downstream.end()

@@ -1,0 +1,168 @@
+"""Builds the gateway: the only place where its parts are put together."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response
+from starlette.exceptions import HTTPException
+
+from app.admission import AdmissionController
+from app.asgi import Message, Receive, Scope, Send
+from app.headers import REQUEST_ID, client_request_id
+from app.intake import Intake, RequestIds
+from app.lifecycle import Lifecycle, LifecycleEvent, LifecycleMachine
+from app.metrics import GatewayMetrics
+from app.openai.errors import GatewayError, from_status, internal, method_not_allowed, not_found
+from app.openai.surface import RELAY_ROUTES
+from app.registry import WorkerRegistry
+from app.relay import Relay, RelayLimits
+from app.routes.health import health_router
+from app.routes.metrics import metrics_router
+from app.routes.openai import RelayEndpoint, models_router
+from app.routes.status import status_router
+from app.routing import RoundRobinRouter
+from app.settings import GatewaySettings
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gateway:
+    """The parts that outlive a request; the server drains through them."""
+
+    settings: GatewaySettings
+    lifecycle: LifecycleMachine
+    admission: AdmissionController
+    registry: WorkerRegistry
+    relay: Relay
+
+
+class GatewayApp(FastAPI):
+    """FastAPI for everything but the relayed routes, which are reached by one look into a dictionary."""
+
+    gateway: Gateway
+    endpoints: Mapping[str, RelayEndpoint]
+    ids: RequestIds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await super().__call__(scope, receive, send)
+            return
+        endpoint = self.endpoints.get(scope["path"])
+        if endpoint is not None and scope["method"] == "POST":
+            await endpoint(scope, receive, send)
+            return
+        request_id = client_request_id(scope["headers"]) or self.ids.new()
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (REQUEST_ID, request_id)]
+            await send(message)
+
+        await super().__call__(scope, receive, send_with_id)
+
+
+def create_app(settings: GatewaySettings) -> GatewayApp:
+    lifecycle = LifecycleMachine(_log_lifecycle)
+    admission = AdmissionController(lifecycle, limit=settings.max_inflight)
+    metrics = GatewayMetrics()
+    ids = RequestIds()
+    registry = WorkerRegistry(
+        settings.workers,
+        connect_timeout=settings.connect_timeout_seconds,
+        heartbeat_timeout=settings.heartbeat_timeout_seconds,
+        on_discovered=lambda: _discovered(lifecycle),
+    )
+    relay = Relay(
+        registry=registry,
+        router=RoundRobinRouter(),
+        limits=RelayLimits(
+            wait_for_worker=settings.wait_for_worker_seconds,
+            first_byte=settings.first_byte_timeout_seconds,
+            stall=settings.stall_timeout_seconds,
+            keepalive=settings.keepalive_seconds,
+            attempts=settings.attempt_limit,
+            max_held_bytes=settings.max_held_bytes,
+        ),
+    )
+    intake = Intake(admission=admission, relay=relay, metrics=metrics, ids=ids, max_body_bytes=settings.max_body_bytes)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async with registry:
+            yield
+
+    app = GatewayApp(title="Hotspare gateway", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app.gateway = Gateway(settings=settings, lifecycle=lifecycle, admission=admission, registry=registry, relay=relay)
+    app.ids = ids
+    app.endpoints = {
+        path: RelayEndpoint(
+            route,
+            intake,
+            body_timeout_seconds=settings.body_timeout_seconds,
+            write_timeout_seconds=settings.client_write_timeout_seconds,
+        )
+        for path, route in RELAY_ROUTES.items()
+    }
+    app.include_router(health_router(lifecycle, registry))
+    app.include_router(models_router(registry, created=int(time.time())))
+    app.include_router(status_router(lifecycle, admission, registry))
+    app.include_router(metrics_router(metrics, lifecycle, admission, registry))
+    _install_errors(app)
+    return app
+
+
+def _discovered(lifecycle: LifecycleMachine) -> None:
+    if lifecycle.state in (Lifecycle.STARTING, Lifecycle.DRAINING):
+        lifecycle.fire(LifecycleEvent.DISCOVERED)
+
+
+def _log_lifecycle(state: Lifecycle) -> None:
+    logger.info("gateway is %s", state.value)
+
+
+def _answer(error: GatewayError) -> Response:
+    response = Response(error.body, status_code=error.status, media_type="application/json")
+    for name, value in error.headers:
+        response.headers[name.decode()] = value.decode()
+    return response
+
+
+def _install_errors(app: GatewayApp) -> None:
+    """Every error has the OpenAI envelope, those of the web framework too."""
+
+    async def gateway_error(request: Request, error: Exception) -> Response:
+        if not isinstance(error, GatewayError):
+            raise error
+        return _answer(error)
+
+    async def http_error(request: Request, error: Exception) -> Response:
+        if not isinstance(error, HTTPException):
+            raise error
+        path = request.url.path
+        if error.status_code in (404, 405) and path in app.endpoints:
+            return _answer(method_not_allowed(request.method, path, ["POST"]))
+        if error.status_code == 404:
+            return _answer(not_found(path))
+        if error.status_code == 405:
+            allowed = (error.headers or {}).get("Allow", "")
+            return _answer(method_not_allowed(request.method, path, [allowed] if allowed else []))
+        return _answer(from_status(error.status_code, str(error.detail)))
+
+    async def invalid(request: Request, error: Exception) -> Response:
+        return _answer(from_status(422, str(error)))
+
+    async def crashed(request: Request, error: Exception) -> Response:
+        return _answer(internal())
+
+    app.add_exception_handler(GatewayError, gateway_error)
+    app.add_exception_handler(HTTPException, http_error)
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(Exception, crashed)

@@ -1,0 +1,103 @@
+"""Which headers travel, in which direction. Pure.
+
+End-to-end headers pass; hop-by-hop ones, credentials and everything between gateway and workers do not.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from app.openai.errors import Header
+from workers.contract import HEADER_PREFIX, HEADER_REQUEST_ID
+
+REQUEST_ID = b"x-request-id"
+_PREFIX = HEADER_PREFIX.encode()
+_HOP_BY_HOP = frozenset(
+    (
+        b"connection",
+        b"keep-alive",
+        b"proxy-authenticate",
+        b"proxy-authorization",
+        b"proxy-connection",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+    )
+)
+# The gateway's own framing and encoding; a client's credentials are for the gateway, not for workers.
+_NOT_UPSTREAM = _HOP_BY_HOP | {
+    b"host",
+    b"content-length",
+    b"accept-encoding",
+    b"expect",
+    b"authorization",
+    b"x-api-key",
+    b"api-key",
+    b"cookie",
+    REQUEST_ID,
+}
+# The gateway's server adds its own date; the length is that of what the gateway sends.
+_NOT_DOWNSTREAM = _HOP_BY_HOP | {b"content-length", b"date", b"server", REQUEST_ID}
+_SAFE_ID = re.compile(rb"[A-Za-z0-9._:+/=-]{1,128}")
+
+
+def find(headers: Iterable[Header], name: bytes) -> bytes | None:
+    """The first value of a header; names are expected in lower case."""
+    for key, value in headers:
+        if key == name:
+            return value
+    return None
+
+
+def client_request_id(headers: Iterable[Header]) -> bytes | None:
+    """The client's ``x-request-id`` if it is fit for a header and a log line: short, and of harmless characters."""
+    given = find(headers, REQUEST_ID)
+    return given if given is not None and _SAFE_ID.fullmatch(given) else None
+
+
+def _named_by_connection(headers: Iterable[Header]) -> frozenset[bytes]:
+    value = find(headers, b"connection")
+    if value is None or value.lower() in (b"keep-alive", b"close"):
+        return frozenset()
+    return frozenset(token.strip().lower() for token in value.split(b","))
+
+
+def upstream_headers(headers: Sequence[Header], *, length: int, client_id: bytes, gateway_id: bytes) -> bytes:
+    """Header lines of a request to a worker, without ``host`` and without the empty line."""
+    dropped = _named_by_connection(headers)
+    lines = [
+        b"%b: %b\r\n" % (name, value)
+        for name, value in headers
+        if name not in _NOT_UPSTREAM and name not in dropped and not name.startswith(_PREFIX)
+    ]
+    lines.append(
+        b"accept-encoding: identity\r\ncontent-length: %d\r\nx-request-id: %b\r\n%b: %b\r\n"
+        % (length, client_id, HEADER_REQUEST_ID.encode(), gateway_id)
+    )
+    return b"".join(lines)
+
+
+def downstream_headers(headers: Sequence[Header], *, request_id: bytes) -> list[Header]:
+    """A worker's response headers as the client gets them, without a length."""
+    dropped = _named_by_connection(headers)
+    kept = [
+        (name, value)
+        for name, value in headers
+        if name not in _NOT_DOWNSTREAM and name not in dropped and not name.startswith(_PREFIX)
+    ]
+    kept.append((REQUEST_ID, request_id))
+    return kept
+
+
+def stream_headers(headers: Sequence[Header], *, request_id: bytes) -> list[Header]:
+    """The head of an event stream: nothing on the way may cache or buffer it."""
+    own = (b"cache-control", b"x-accel-buffering", b"content-type")
+    kept = [item for item in downstream_headers(headers, request_id=request_id) if item[0] not in own]
+    kept += [
+        (b"content-type", find(headers, b"content-type") or b"text/event-stream; charset=utf-8"),
+        (b"cache-control", b"no-cache"),
+        (b"x-accel-buffering", b"no"),
+    ]
+    return kept

@@ -1,0 +1,188 @@
+"""From a request as it arrived to the relay, and its accounts afterwards. Independent of the transport.
+
+Order: is the gateway taking requests, is there room, read the body, understand as much of it as routing needs, relay.
+The token of admission is released in ``finally``, whatever happened.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+
+import msgspec
+
+from app.admission import AdmissionController
+from app.downstream import ClientGone, Downstream, send_error
+from app.headers import client_request_id, find
+from app.logs import fields
+from app.metrics import GatewayMetrics
+from app.openai.errors import GatewayError, Header, body_too_large, internal, invalid_json, unsupported_media_type
+from app.openai.surface import RESUME_CONTENT_TYPE, RelayRoute
+from app.relay import Relay, RelayRequest, Report
+
+logger = logging.getLogger("app.access")
+
+CLIENT_CLOSED_REQUEST = 499
+"""The status under which a request counts whose client left before its head was sent (nginx's convention)."""
+
+
+class _Routing(msgspec.Struct):
+    """The fields of a body that the gateway looks at; the rest is checked to be JSON and passed on untouched."""
+
+    model: object = None
+    stream: object = None
+
+
+_routing = msgspec.json.Decoder(_Routing)
+
+
+def read_routing(body: bytes) -> tuple[str, bool]:
+    """Model (empty if none is named) and whether a stream is asked for.
+
+    Raises:
+        GatewayError: 400 ``invalid_json``.
+    """
+    try:
+        found = _routing.decode(body)
+        if not body.isascii():
+            body.decode("utf-8")
+    except msgspec.ValidationError as error:
+        raise invalid_json(str(error)) from None
+    except UnicodeDecodeError as error:
+        raise invalid_json(f"it is not UTF-8 at byte {error.start}") from None
+    except msgspec.DecodeError as error:
+        raise invalid_json(str(error)) from None
+    except RecursionError:
+        raise invalid_json("it is nested too deeply") from None
+    return found.model if isinstance(found.model, str) else "", found.stream is True
+
+
+def check_headers(headers: list[Header], max_body_bytes: int) -> None:
+    """Refuse what no body could make right.
+
+    Raises:
+        GatewayError: 400, 413 or 415.
+    """
+    content_type = find(headers, b"content-type") or b""
+    if content_type.partition(b";")[0].strip().lower() == RESUME_CONTENT_TYPE:
+        raise unsupported_media_type(RESUME_CONTENT_TYPE.decode())
+    encoding = (find(headers, b"content-encoding") or b"identity").strip().lower()
+    if encoding != b"identity":
+        raise invalid_json(f"content-encoding {encoding.decode('latin-1')!r} is not supported; send it uncompressed")
+    length = find(headers, b"content-length")
+    if length is not None and length.isdigit() and int(length) > max_body_bytes:
+        raise body_too_large(max_body_bytes)
+
+
+class RequestIds:
+    """Ids that the gateway makes: unique across restarts and gateways."""
+
+    def __init__(self) -> None:
+        self._prefix = secrets.token_hex(8).encode()
+        self._numbers = itertools.count(1)
+
+    def new(self) -> bytes:
+        return b"%b-%x" % (self._prefix, next(self._numbers))
+
+
+class Intake:
+    """The way in, shared by all shells."""
+
+    def __init__(
+        self,
+        *,
+        admission: AdmissionController,
+        relay: Relay,
+        metrics: GatewayMetrics,
+        ids: RequestIds,
+        max_body_bytes: int,
+    ) -> None:
+        self._admission = admission
+        self._relay = relay
+        self._metrics = metrics
+        self._ids = ids
+        self.max_body_bytes = max_body_bytes
+
+    async def serve(
+        self,
+        route: RelayRoute,
+        *,
+        target: bytes,
+        headers: list[Header],
+        read_body: Callable[[], Awaitable[bytes]],
+        downstream: Downstream,
+    ) -> None:
+        """Answer one request of a relayed route.
+
+        ``read_body`` returns the whole body, or raises :class:`GatewayError` (too large, too slow) or
+        :class:`ClientGone`.
+        """
+        started = time.monotonic()
+        gateway_id = self._ids.new()
+        request_id = client_request_id(headers) or gateway_id
+        report = Report()
+        model = ""
+        try:
+            with self._admission.admit():
+                check_headers(headers, self.max_body_bytes)
+                body = await read_body()
+                model, stream = read_routing(body)
+                request = RelayRequest(
+                    route=route,
+                    target=target,
+                    headers=headers,
+                    body=body,
+                    model=model,
+                    streaming=stream and route.streams,
+                    request_id=request_id,
+                    gateway_id=gateway_id,
+                )
+                await self._relay.run(request, downstream, report)
+        except ClientGone:
+            report.disconnected = True
+        except GatewayError as error:
+            report.status, report.error_code = error.status, error.code
+            send_error(downstream, error, request_id)
+        except Exception:
+            logger.exception("request failed", extra=fields(route=route.name, request_id=request_id.decode()))
+            report.error_code = "internal_error"
+            if report.status:
+                downstream.abort()
+            else:
+                report.status = 500
+                send_error(downstream, internal(), request_id)
+        finally:
+            self._account(route, model, request_id, report, started)
+
+    def _account(self, route: RelayRoute, model: str, request_id: bytes, report: Report, started: float) -> None:
+        seconds = time.monotonic() - started
+        first = report.first_byte_at - started if report.first_byte_at else None
+        status = report.status or CLIENT_CLOSED_REQUEST
+        known = model if model in self._relay.registry.known_models() else ""
+        self._metrics.request(route=route.name, model=known, status=status, seconds=seconds, first_byte_seconds=first)
+        if report.retries or report.disconnected or report.error_code:
+            self._metrics.trouble(
+                route=route.name,
+                retries=report.retries,
+                disconnected=report.disconnected,
+                error_code=report.error_code,
+            )
+        if logger.isEnabledFor(logging.INFO):
+            logger.info(
+                "%s %d",
+                route.path,
+                status,
+                extra=fields(
+                    model=known or None,
+                    ms=round(seconds * 1000, 1),
+                    first_ms=None if first is None else round(first * 1000, 1),
+                    worker=report.worker or None,
+                    retries=report.retries or None,
+                    error=report.error_code or None,
+                    disconnected=report.disconnected or None,
+                    request_id=request_id.decode(),
+                ),
+            )

@@ -1,0 +1,59 @@
+"""Log lines for people (console) or for machines (one JSON object a line), on standard error.
+
+Structured values travel as ``extra=fields(route="chat", ...)``. Prompts and answers are never logged.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+import msgspec
+
+
+def fields(**values: object) -> dict[str, dict[str, object]]:
+    """Values of a log line, for ``extra=``."""
+    return {"fields": values}
+
+
+class ConsoleFormatter(logging.Formatter):
+    """``12:00:00.123 info  message  key=value``."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        clock = datetime.fromtimestamp(record.created).strftime("%H:%M:%S")
+        line = f"{clock}.{int(record.msecs):03d} {record.levelname.lower():<7} {record.getMessage()}"
+        values: dict[str, Any] = getattr(record, "fields", {})
+        shown = " ".join(f"{key}={value}" for key, value in values.items() if value is not None)
+        if shown:
+            line = f"{line}  {shown}"
+        if record.exc_info:
+            line = f"{line}\n{self.formatException(record.exc_info)}"
+        return line
+
+
+class JsonFormatter(logging.Formatter):
+    """One object a line: time (UTC), level, logger, message, then the line's own values."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        document: dict[str, object] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        values: dict[str, Any] = getattr(record, "fields", {})
+        document.update({key: value for key, value in values.items() if value is not None})
+        if record.exc_info:
+            document["exception"] = self.formatException(record.exc_info)
+        return msgspec.json.encode(document, enc_hook=str).decode()
+
+
+def configure_logging(form: Literal["console", "json"], level: str) -> None:
+    """Set up the process's logging; called once, by ``__main__``."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(ConsoleFormatter() if form == "console" else JsonFormatter())
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    # The server's own lines say what ours say; its warnings and errors stay.
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)

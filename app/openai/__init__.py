@@ -1,0 +1,1 @@
+"""What the OpenAI API looks like from outside: routes, events, errors. Pure modules only."""

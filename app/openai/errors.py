@@ -1,0 +1,237 @@
+"""Errors as clients see them. Pure.
+
+Every error of the gateway is a :class:`GatewayError`: it knows its status, its OpenAI envelope, whose fault it is and
+whether trying again can help. The table of codes below is the whole list; a handler picks one and adds a sentence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+Fault = Literal["client", "upstream", "internal"]
+Header = tuple[bytes, bytes]
+
+JSON_TYPE = b"application/json"
+_RETRY_SOON: tuple[Header, ...] = ((b"retry-after", b"1"),)
+
+
+class GatewayError(Exception):
+    """An error on its way to the client."""
+
+    def __init__(
+        self,
+        status: int,
+        code: str,
+        message: str,
+        *,
+        type: str,
+        fault: Fault,
+        retryable: bool = False,
+        param: str | None = None,
+        headers: Sequence[Header] = (),
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.message = message
+        self.type = type
+        self.fault = fault
+        self.retryable = retryable
+        self.param = param
+        self.headers = tuple(headers)
+
+    @property
+    def envelope(self) -> dict[str, dict[str, str | None]]:
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+    @property
+    def body(self) -> bytes:
+        return msgspec.json.encode(self.envelope)
+
+
+def draining() -> GatewayError:
+    return GatewayError(
+        503,
+        "draining",
+        "This gateway is shutting down and takes no new requests; try again, another one will answer.",
+        type="server_error",
+        fault="internal",
+        retryable=True,
+        headers=(*_RETRY_SOON, (b"connection", b"close")),
+    )
+
+
+def drain_overran() -> GatewayError:
+    return GatewayError(
+        503,
+        "draining",
+        "This gateway is shutting down and the request did not end within its drain time.",
+        type="server_error",
+        fault="internal",
+        retryable=True,
+        headers=(*_RETRY_SOON, (b"connection", b"close")),
+    )
+
+
+def no_worker(waited_seconds: float, model: str) -> GatewayError:
+    served = f" that serves the model {model!r}" if model else ""
+    return GatewayError(
+        503,
+        "no_worker",
+        f"No worker{served} became ready within {waited_seconds:g} s; try again later.",
+        type="server_error",
+        fault="upstream",
+        retryable=True,
+        headers=_RETRY_SOON,
+    )
+
+
+def overloaded(limit: int) -> GatewayError:
+    return GatewayError(
+        429,
+        "overloaded",
+        f"The gateway has reached its limit of {limit} requests in flight; try again shortly.",
+        type="rate_limit_error",
+        fault="client",
+        retryable=True,
+        headers=(*_RETRY_SOON, (b"retry-after-ms", b"500")),
+    )
+
+
+def model_not_found(model: str) -> GatewayError:
+    return GatewayError(
+        404,
+        "model_not_found",
+        f"The model {model[:200]!r} does not exist here; GET /v1/models lists what does.",
+        type="invalid_request_error",
+        fault="client",
+        param="model",
+    )
+
+
+def body_too_large(limit_bytes: int) -> GatewayError:
+    return GatewayError(
+        413,
+        "body_too_large",
+        f"The request body is larger than the limit of {limit_bytes} bytes.",
+        type="invalid_request_error",
+        fault="client",
+    )
+
+
+def body_too_slow(limit_seconds: float) -> GatewayError:
+    return GatewayError(
+        408,
+        "request_timeout",
+        f"The request body did not arrive within {limit_seconds:g} s.",
+        type="invalid_request_error",
+        fault="client",
+        retryable=True,
+        headers=((b"connection", b"close"),),
+    )
+
+
+def invalid_json(reason: str) -> GatewayError:
+    return GatewayError(
+        400,
+        "invalid_json",
+        f"The request body must be a JSON object: {reason}",
+        type="invalid_request_error",
+        fault="client",
+    )
+
+
+def unsupported_media_type(given: str) -> GatewayError:
+    return GatewayError(
+        415,
+        "unsupported_media_type",
+        f"The content type {given[:100]!r} is not accepted here; send application/json.",
+        type="invalid_request_error",
+        fault="client",
+    )
+
+
+def worker_lost(reason: str) -> GatewayError:
+    """As an error event after something was delivered; as 502 when all attempts broke before that."""
+    return GatewayError(
+        502,
+        "worker_lost",
+        f"The worker was lost while it answered ({reason}); try the request again.",
+        type="server_error",
+        fault="upstream",
+        retryable=True,
+    )
+
+
+def bad_answer(reason: str) -> GatewayError:
+    return GatewayError(502, "bad_answer", reason, type="server_error", fault="upstream", retryable=True)
+
+
+def not_found(path: str) -> GatewayError:
+    return GatewayError(
+        404,
+        "not_found",
+        f"There is no route {path[:200]!r} here.",
+        type="invalid_request_error",
+        fault="client",
+    )
+
+
+def method_not_allowed(method: str, path: str, allowed: Sequence[str]) -> GatewayError:
+    listed = ", ".join(allowed)
+    return GatewayError(
+        405,
+        "method_not_allowed",
+        f"{method[:20]} is not allowed on {path[:200]!r}; use {listed}."
+        if listed
+        else f"{method[:20]} is not allowed.",
+        type="invalid_request_error",
+        fault="client",
+        headers=((b"allow", listed.encode("ascii", "replace")),) if listed else (),
+    )
+
+
+def malformed_request() -> GatewayError:
+    return GatewayError(
+        400,
+        "malformed_request",
+        "The bytes received are not an HTTP/1.1 request.",
+        type="invalid_request_error",
+        fault="client",
+        headers=((b"connection", b"close"),),
+    )
+
+
+def internal() -> GatewayError:
+    return GatewayError(
+        500,
+        "internal_error",
+        "The gateway failed on this request; its log says why.",
+        type="server_error",
+        fault="internal",
+    )
+
+
+def from_status(status: int, message: str) -> GatewayError:
+    """An envelope for a status that somebody else chose: the web framework, or a worker that answered without one."""
+    client = status < 500
+    code = {400: "bad_request", 404: "not_found", 405: "method_not_allowed", 422: "bad_request"}.get(status)
+    return GatewayError(
+        400 if status == 422 else status,
+        code or ("bad_request" if client else "internal_error"),
+        message,
+        type="invalid_request_error" if client else "server_error",
+        fault="client" if client else "upstream",
+    )
+
+
+def has_envelope(body: bytes) -> bool:
+    """Whether a worker's error body is one that SDKs can read: a JSON object with an ``error``."""
+    try:
+        document = msgspec.json.decode(body)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        return False
+    return isinstance(document, dict) and bool(document.get("error"))

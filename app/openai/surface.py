@@ -1,0 +1,74 @@
+"""The relayed routes, and how a stream of each one ends. Pure.
+
+A stream that stops without its route's end marker was cut. Markers are looked for cheaply first, as bytes, and then
+exactly, in the event's fields, because a model may write the marker's text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import msgspec
+
+from app.openai.sse import fields, split_events
+
+RESUME_CONTENT_TYPE = b"application/vnd.hotspare.resume"
+"""Between gateway and worker only; refused from clients."""
+
+
+class _Typed(msgspec.Struct):
+    type: str = ""
+
+
+_typed = msgspec.json.Decoder(_Typed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RelayRoute:
+    """One relayed route. ``name`` is its label in metrics and logs."""
+
+    path: str
+    name: str
+    streams: bool = False
+    end_data: bytes = b""
+    """Data of the event that ends a stream."""
+    end_types: tuple[bytes, ...] = ()
+    """Or: names of events that do, also accepted as the ``type`` within their data."""
+    named_errors: bool = False
+    """Whether an error event carries ``event: error``."""
+
+    def ends_in(self, events: bytes) -> bool:
+        """Whether whole events contain this route's end marker."""
+        if self.end_data:
+            return self.end_data in events and any(fields(e)[1] == self.end_data for e in split_events(events))
+        if not any(marker in events for marker in self.end_types):
+            return False
+        return any(self._is_end(*fields(event)) for event in split_events(events))
+
+    def _is_end(self, name: bytes, data: bytes) -> bool:
+        if name:
+            return name in self.end_types
+        try:
+            return _typed.decode(data).type.encode() in self.end_types
+        except (msgspec.DecodeError, RecursionError, UnicodeError):
+            return False
+
+
+_ALL = (
+    RelayRoute(path="/v1/chat/completions", name="chat", streams=True, end_data=b"[DONE]"),
+    RelayRoute(path="/v1/completions", name="completions", streams=True, end_data=b"[DONE]"),
+    RelayRoute(
+        path="/v1/responses",
+        name="responses",
+        streams=True,
+        end_types=(b"response.completed", b"response.incomplete", b"response.failed"),
+        named_errors=True,
+    ),
+    RelayRoute(path="/v1/messages", name="messages", streams=True, end_types=(b"message_stop",), named_errors=True),
+    RelayRoute(path="/v1/embeddings", name="embeddings"),
+    RelayRoute(path="/tokenize", name="tokenize"),
+    RelayRoute(path="/detokenize", name="detokenize"),
+)
+RELAY_ROUTES: Mapping[str, RelayRoute] = MappingProxyType({route.path: route for route in _ALL})

@@ -1,0 +1,310 @@
+"""What the gateway knows of its workers, as it is now.
+
+One :class:`WorkerEntry` per address, one :class:`Replica` per (worker, instance, epoch) that has a live watch. States
+are derived (``liveness``) whenever a fact changes; the list of who is routable is recomputed then and not per request.
+Requests that wait for a worker are woken in that same turn of the loop, oldest first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Hashable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from app.address import Address
+from app.liveness import (
+    ReplicaFacts,
+    ReplicaKey,
+    WatchFacts,
+    WorkerState,
+    clears_suspicion,
+    derive_state,
+    routable_keys,
+)
+from app.logs import fields
+from app.upstream import UpstreamPool
+from app.watch import AddressWatch, WatchSession
+from workers.contract import WatchLine
+
+logger = logging.getLogger(__name__)
+
+HISTORY_LENGTH = 64
+REMEMBERED_SECONDS = 60.0
+"""So long the models of a worker that is down still count as known: its requests wait instead of getting a 404."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transition:
+    """``monotonic`` is CLOCK_MONOTONIC, comparable across the processes of one machine."""
+
+    state: WorkerState
+    epoch: int | None
+    monotonic: float
+
+
+class Replica:
+    """One promotion of a pod, while its watch is open."""
+
+    def __init__(self, session: WatchSession, key: ReplicaKey, line: WatchLine, pool: UpstreamPool) -> None:
+        self.session = session
+        self.key = key
+        self.line = line
+        self.pool = pool
+        self.line_at = self.steps_at = session.line_at
+        self.suspected_at: float | None = None
+        self.connected = True
+
+    @property
+    def address(self) -> Address:
+        return self.pool.address
+
+    def hear(self, line: WatchLine, at: float) -> None:
+        if line.steps != self.line.steps:
+            self.steps_at = at
+        self.line, self.line_at = line, at
+        if self.suspected_at is not None and clears_suspicion(self.suspected_at, at):
+            self.suspected_at = None
+
+    def state(self, now: float, heartbeat_timeout: float) -> WorkerState:
+        facts = WatchFacts(self.connected, self.line_at, self.suspected_at)
+        return derive_state(facts, now=now, heartbeat_timeout=heartbeat_timeout)
+
+
+class WorkerEntry:
+    """One address: its replicas (two during a hand-over) and its history."""
+
+    def __init__(self, address: Address) -> None:
+        self.address = address
+        self.replicas: dict[ReplicaKey, Replica] = {}
+        self.last: Replica | None = None
+        """The replica heard of last, also when it is gone."""
+        self.history: deque[Transition] = deque(maxlen=HISTORY_LENGTH)
+        self.timer: asyncio.TimerHandle | None = None
+
+    @property
+    def current(self) -> Replica | None:
+        """The replica that stands for this address: the newest one."""
+        return max(self.replicas.values(), key=lambda r: r.key.epoch, default=None)
+
+    def state(self, now: float, heartbeat_timeout: float) -> WorkerState:
+        current = self.current
+        return WorkerState.DOWN if current is None else current.state(now, heartbeat_timeout)
+
+    def record(self, state: WorkerState, now: float) -> bool:
+        replica = self.current or self.last
+        epoch = None if replica is None else replica.key.epoch
+        if self.history and (self.history[-1].state, self.history[-1].epoch) == (state, epoch):
+            return False
+        self.history.append(Transition(state, epoch, now))
+        return True
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Waiter:
+    """A request that waits for a worker. ``order`` is its age among all requests."""
+
+    order: int
+    model: str
+    exclude: Collection[Hashable]
+    future: asyncio.Future[None]
+
+
+class WorkerRegistry:
+    """Use as ``async with``: watches run inside."""
+
+    def __init__(
+        self,
+        addresses: Sequence[Address],
+        *,
+        connect_timeout: float,
+        heartbeat_timeout: float,
+        on_discovered: Callable[[], None] | None = None,
+    ) -> None:
+        self.entries = {address: WorkerEntry(address) for address in addresses}
+        self._connect_timeout = connect_timeout
+        self._heartbeat_timeout = heartbeat_timeout
+        self._on_discovered = on_discovered
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._watches: dict[Address, AddressWatch] = {}
+        self._closing = False
+        self._waiters: set[Waiter] = set()
+        self._routable: dict[ReplicaKey, Replica] = {}
+        self._by_model: dict[str, tuple[Replica, ...]] = {"": ()}
+
+    async def __aenter__(self) -> Self:
+        for address in self.entries:
+            watch = AddressWatch(
+                address, self, connect_timeout=self._connect_timeout, heartbeat_timeout=self._heartbeat_timeout
+            )
+            self._watches[address] = watch
+            self._spawn(watch)
+        self._tasks.add(asyncio.create_task(self._discover()))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._closing = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for entry in self.entries.values():
+            if entry.timer is not None:
+                entry.timer.cancel()
+            for replica in list(entry.replicas.values()):
+                replica.pool.close()
+
+    def _spawn(self, watch: AddressWatch) -> None:
+        self._tasks.add(asyncio.create_task(watch.run()))
+
+    async def _discover(self) -> None:
+        for watch in self._watches.values():
+            await watch.tried
+            if not self.entries[watch.address].replicas:
+                logger.info("worker %s is not there yet", watch.address)
+        if self._on_discovered is not None:
+            self._on_discovered()
+
+    # What requests ask
+
+    @property
+    def heartbeat_timeout(self) -> float:
+        return self._heartbeat_timeout
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiters)
+
+    def candidates(self, model: str) -> tuple[Replica, ...]:
+        """Routable replicas that serve the model; with an empty name, all routable ones."""
+        return self._by_model.get(model, ())
+
+    def is_routable(self, replica: Replica) -> bool:
+        return self._routable.get(replica.key) is replica
+
+    def is_unknown(self, model: str) -> bool:
+        """Whether a request for this model has nothing to wait for: workers are routable, none is known to serve it."""
+        if not model or not self._routable or model in self._by_model:
+            return False
+        return model not in self.known_models()
+
+    def known_models(self) -> set[str]:
+        """Models of reachable workers, and of those that went away less than a minute ago."""
+        oldest = time.monotonic() - REMEMBERED_SECONDS
+        found: set[str] = set()
+        for entry in self.entries.values():
+            if entry.last is not None and (entry.replicas or entry.last.line_at >= oldest):
+                found.update(entry.last.line.models)
+        return found
+
+    def reachable_models(self) -> list[str]:
+        """Models of the workers that have a watch now, each once, in the order of the workers."""
+        found: dict[str, None] = {}
+        for entry in self.entries.values():
+            for replica in entry.replicas.values():
+                found.update(dict.fromkeys(replica.line.models))
+        return list(found)
+
+    def wait(self, order: int, model: str, exclude: Collection[Hashable]) -> Waiter:
+        """Register a request to be woken when a worker for it becomes routable. Pair with :meth:`forget`."""
+        waiter = Waiter(order, model, exclude, asyncio.get_running_loop().create_future())
+        self._waiters.add(waiter)
+        return waiter
+
+    def forget(self, waiter: Waiter) -> None:
+        self._waiters.discard(waiter)
+
+    # What happens to workers
+
+    def watch_line(self, session: WatchSession, key: ReplicaKey, line: WatchLine) -> bool:
+        entry = self.entries[session.address]
+        replica = entry.replicas.get(key)
+        if replica is None:
+            pool = UpstreamPool(
+                session.address,
+                connect_timeout=self._connect_timeout,
+                on_break=lambda: self._suspect(entry, session),
+            )
+            replica = entry.replicas[key] = Replica(session, key, line, pool)
+        elif replica.session is not session:
+            return False
+        replica.hear(line, session.line_at)
+        entry.last = replica
+        self._update(entry)
+        return True
+
+    def watch_gone(self, session: WatchSession) -> None:
+        entry = self.entries[session.address]
+        replica = None if session.key is None else entry.replicas.get(session.key)
+        if self._closing or replica is None or replica.session is not session:
+            return
+        replica.suspected_at = time.monotonic()
+        self._update(entry)
+        replica.connected = False
+        del entry.replicas[replica.key]
+        self._update(entry)
+        replica.pool.retire()
+
+    def _suspect(self, entry: WorkerEntry, session: WatchSession) -> None:
+        """A stream of this worker broke."""
+        for replica in entry.replicas.values():
+            if replica.session is session:
+                replica.suspected_at = time.monotonic()
+                self._update(entry)
+                return
+
+    def _update(self, entry: WorkerEntry) -> None:
+        """A fact about this address changed: conclude anew, and wake whom it concerns."""
+        now = time.monotonic()
+        state = entry.state(now, self._heartbeat_timeout)
+        if entry.record(state, now):
+            current = entry.current or entry.last
+            said = None if current is None else current.key
+            logger.info(
+                "worker %s is %s",
+                entry.address,
+                state.value,
+                extra=fields(worker=said and said.worker, epoch=said and said.epoch),
+            )
+        self._set_timer(entry, state)
+        self._recompute(now)
+        watch = self._watches.get(entry.address)
+        if watch is not None:
+            watch.poke()
+        self._wake()
+
+    def _recompute(self, now: float) -> None:
+        replicas = [replica for entry in self.entries.values() for replica in entry.replicas.values()]
+        facts = [ReplicaFacts(r.key, r.state(now, self._heartbeat_timeout), r.line.state) for r in replicas]
+        keys = routable_keys(facts)
+        routable = [replica for replica in replicas if replica.key in keys]
+        self._routable = {replica.key: replica for replica in routable}
+        by_model: dict[str, list[Replica]] = {}
+        for replica in routable:
+            for model in replica.line.models:
+                by_model.setdefault(model, []).append(replica)
+        self._by_model = {model: tuple(found) for model, found in by_model.items()}
+        self._by_model[""] = tuple(routable)
+
+    def _set_timer(self, entry: WorkerEntry, state: WorkerState) -> None:
+        """Look again when the next heartbeat is overdue."""
+        if entry.timer is not None:
+            entry.timer.cancel()
+            entry.timer = None
+        current = entry.current
+        if current is not None and state is WorkerState.UP:
+            due = current.line_at + self._heartbeat_timeout - time.monotonic()
+            entry.timer = asyncio.get_running_loop().call_later(max(0.001, due + 0.001), self._update, entry)
+
+    def _wake(self) -> None:
+        if not self._waiters:
+            return
+        for waiter in sorted(self._waiters, key=lambda w: w.order):
+            served = any(replica.key not in waiter.exclude for replica in self.candidates(waiter.model))
+            if (served or self.is_unknown(waiter.model)) and not waiter.future.done():
+                waiter.future.set_result(None)

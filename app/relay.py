@@ -1,0 +1,408 @@
+"""The one loop every relayed request runs through: select a worker, send, relay, and select again if it breaks.
+
+Independent of the transport: the client is a ``Downstream``, workers are ``upstream`` connections. Bytes pass through
+``Attempt`` and :class:`Exchange` within the callback that brought them; the coroutine only waits for verdicts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from app.attempt import Attempt, Verdict
+from app.downstream import ClientGone, Downstream, send_error
+from app.headers import downstream_headers, stream_headers, upstream_headers
+from app.liveness import ReplicaKey
+from app.openai.errors import (
+    GatewayError,
+    Header,
+    bad_answer,
+    from_status,
+    has_envelope,
+    model_not_found,
+    no_worker,
+    worker_lost,
+)
+from app.openai.sse import KEEPALIVE, error_event
+from app.openai.surface import RelayRoute
+from app.registry import Replica, WorkerRegistry
+from app.routing import RoundRobinRouter
+from app.upstream import UpstreamConnection, UpstreamError
+
+T = TypeVar("T")
+
+RESELECT_PAUSE_SECONDS = 0.05
+RESELECT_PAUSE_LIMIT_SECONDS = 0.25
+STALL_LIMITS_WITHOUT_ALTERNATIVE = 3
+"""A silent worker is left at the limit only for another one. Alone it gets this many limits: by then (180 s) its keeper
+has replaced an engine that is stuck (120 s without a step), and the request ran again there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RelayLimits:
+    """Durations in seconds."""
+
+    wait_for_worker: float
+    first_byte: float
+    stall: float
+    keepalive: float
+    attempts: int
+    max_held_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RelayRequest:
+    """A request that was read and understood as far as routing needs."""
+
+    route: RelayRoute
+    target: bytes
+    """Path and query as the client wrote them."""
+    headers: list[Header]
+    body: bytes
+    model: str
+    """Empty if the request names none."""
+    streaming: bool
+    request_id: bytes
+    gateway_id: bytes
+
+
+@dataclass(slots=True)
+class Report:
+    """How a request went, for its access line and metrics."""
+
+    status: int = 0
+    error_code: str = ""
+    worker: str = ""
+    attempts: int = 0
+    retries: int = 0
+    first_byte_at: float = 0.0
+    disconnected: bool = False
+
+
+class Relay:
+    """Runs exchanges, and can end those that are left when the drain's time is over."""
+
+    def __init__(self, *, registry: WorkerRegistry, router: RoundRobinRouter, limits: RelayLimits) -> None:
+        self.registry = registry
+        self.router = router
+        self.limits = limits
+        self._exchanges: set[Exchange] = set()
+        self._arrivals = 0
+
+    async def run(self, request: RelayRequest, downstream: Downstream, report: Report) -> None:
+        """Answer one request. Errors become answers; only bugs and cancellation come out."""
+        self._arrivals += 1
+        exchange = Exchange(self, request, downstream, report, order=self._arrivals)
+        self._exchanges.add(exchange)
+        try:
+            await exchange.run()
+        finally:
+            self._exchanges.discard(exchange)
+
+    def interrupt_all(self, error: GatewayError) -> int:
+        """End every running exchange with this error; returns how many there were."""
+        running = list(self._exchanges)
+        for exchange in running:
+            exchange.interrupt(error)
+        return len(running)
+
+
+class Exchange:
+    """One request on its way: a ``DownstreamObserver`` and an attempt's ``Answer``."""
+
+    def __init__(
+        self, relay: Relay, request: RelayRequest, downstream: Downstream, report: Report, *, order: int
+    ) -> None:
+        self._registry = relay.registry
+        self._router = relay.router
+        self._limits = relay.limits
+        self._request = request
+        self._downstream = downstream
+        self._report = report
+        self._order = order
+        self._lines = b""
+        self._broken: set[Hashable] = set()
+        self._resting: dict[ReplicaKey, float] = {}
+        """Replicas that took nothing just now, and until when they are left alone."""
+        self._rest_seconds = RESELECT_PAUSE_SECONDS
+        self._waiting_since = 0.0
+        self._attempt: Attempt | None = None
+        self._pending: asyncio.Future[object] | None = None
+        self._stopped: ClientGone | GatewayError | None = None
+        self._paused = False
+        self._head_sent = False
+        self._event_stream = False
+        self._delivered = False
+        self._sent_at = time.monotonic()
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def run(self) -> None:
+        self._downstream.observe(self)
+        self._arm()
+        try:
+            await self._serve()
+        except ClientGone:
+            self._report.disconnected = True
+        except GatewayError as error:
+            self._fail(error)
+        finally:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+            if self._attempt is not None:
+                self._attempt.drop()
+                self._attempt = None
+
+    # The loop
+
+    async def _serve(self) -> None:
+        request = self._request
+        self._lines = upstream_headers(
+            request.headers, length=len(request.body), client_id=request.request_id, gateway_id=request.gateway_id
+        )
+        while True:
+            replica = self._select()
+            if replica is None:
+                await self._wait_for_worker()
+                continue
+            connection = replica.pool.take() or await self._connect(replica)
+            if connection is None:
+                self._rest(replica)
+                continue
+            verdict, reason = await self._try(replica, connection)
+            if verdict is Verdict.FINISHED:
+                self._downstream.end()
+                return
+            if verdict is Verdict.RESELECT:
+                self._rest(replica)
+            elif verdict is Verdict.BROKEN:
+                self._broke(replica, reason)
+
+    def _select(self) -> Replica | None:
+        model = self._request.model
+        candidates = self._registry.candidates(model)
+        if not candidates and self._registry.is_unknown(model):
+            raise model_not_found(model)
+        return self._router.select(candidates, self._excluded(), key=_key, group=model)
+
+    def _excluded(self) -> set[Hashable]:
+        if not self._resting:
+            return self._broken
+        return self._broken.union(self._resting)
+
+    def _rest(self, replica: Replica) -> None:
+        """This replica took nothing: leave it alone for a moment. Costs no attempt, but time of the wait."""
+        now = time.monotonic()
+        self._waiting_since = self._waiting_since or now
+        self._resting[replica.key] = now + self._rest_seconds
+        self._rest_seconds = min(self._rest_seconds * 1.5, RESELECT_PAUSE_LIMIT_SECONDS)
+
+    def _broke(self, replica: Replica, reason: str) -> None:
+        """The worker broke under the request. Go on elsewhere if the client has seen nothing."""
+        self._broken.add(replica.key)
+        self._waiting_since = 0.0
+        if self._delivered or self._report.attempts >= self._limits.attempts:
+            raise worker_lost(reason)
+        self._report.retries += 1
+
+    async def _wait_for_worker(self) -> None:
+        now = time.monotonic()
+        self._waiting_since = self._waiting_since or now
+        remaining = self._waiting_since + self._limits.wait_for_worker - now
+        if remaining <= 0:
+            raise no_worker(self._limits.wait_for_worker, self._request.model)
+        if self._resting:
+            remaining = min(remaining, max(0.001, min(self._resting.values()) - now))
+        waiter = self._registry.wait(self._order, self._request.model, self._excluded())
+        alarm = asyncio.get_running_loop().call_later(remaining, _resolve, waiter.future)
+        try:
+            await self._wait(waiter.future)
+        finally:
+            alarm.cancel()
+            self._registry.forget(waiter)
+        now = time.monotonic()
+        self._resting = {key: until for key, until in self._resting.items() if until > now}
+
+    async def _connect(self, replica: Replica) -> UpstreamConnection | None:
+        try:
+            return await self._wait(replica.pool.open())
+        except UpstreamError:
+            return None
+
+    async def _try(self, replica: Replica, connection: UpstreamConnection) -> tuple[Verdict, str]:
+        request = self._request
+        attempt = Attempt(replica, connection, request.route, self, max_held=self._limits.max_held_bytes)
+        self._attempt = attempt
+        self._report.attempts += 1
+        self._report.worker = replica.key.worker
+        head = b"POST %b HTTP/1.1\r\nhost: %b\r\n" % (request.target, str(replica.address).encode("ascii", "replace"))
+        attempt.start(b"".join((head, self._lines, b"\r\n", request.body)), paused=self._paused)
+        verdict = await self._wait(attempt.verdict)
+        attempt.drop()
+        self._attempt = None
+        if verdict in (Verdict.RESELECT, Verdict.STALE):
+            self._report.attempts -= 1  # nothing was started there
+        else:
+            self._waiting_since = 0.0
+        return verdict, attempt.reason
+
+    async def _wait(self, future: asyncio.Future[T]) -> T:
+        """Wait for something that the client's leaving, or the end of the drain, may cut short."""
+        if self._stopped is not None:
+            future.cancel()
+            raise self._stopped
+        self._pending = future  # type: ignore[assignment]  # only ever failed through this name
+        try:
+            return await self._downstream.pump(future)
+        finally:
+            self._pending = None
+
+    # DownstreamObserver, and the drain's end
+
+    def client_gone(self) -> None:
+        self._stop(ClientGone())
+
+    def interrupt(self, error: GatewayError) -> None:
+        self._stop(error)
+
+    def _stop(self, error: ClientGone | GatewayError) -> None:
+        if self._stopped is not None:
+            return
+        self._stopped = error
+        if self._attempt is not None:
+            self._attempt.drop()
+        if self._pending is not None and not self._pending.done():
+            self._pending.set_exception(error)
+
+    def pause(self) -> None:
+        self._paused = True
+        if self._attempt is not None:
+            self._attempt.pause()
+
+    def resume(self) -> None:
+        self._paused = False
+        if self._attempt is not None:
+            self._attempt.progress_at = time.monotonic()
+            self._attempt.resume()
+
+    # Answer
+
+    @property
+    def delivered(self) -> bool:
+        return self._delivered
+
+    def events(self, status: int, headers: list[Header], events: bytes) -> None:
+        if not self._delivered:
+            self._begin_delivery()
+            if not self._head_sent:
+                self._send_stream_head(headers)
+        self._sent_at = time.monotonic()
+        self._downstream.send_bytes(events)
+
+    def whole(self, status: int, headers: list[Header], body: bytes) -> None:
+        request_id = self._request.request_id
+        self._begin_delivery()
+        if status >= 400 and not has_envelope(body):
+            said = body[:1000].decode("utf-8", "replace")
+            body = from_status(status, said or f"The worker answered {status} without a word.").body
+            headers = [item for item in headers if item[0] != b"content-type"]
+            headers.append((b"content-type", b"application/json"))
+        if self._head_sent:
+            # Keep-alives have gone out: what should have been a status can only be an event now.
+            self._report.error_code = "bad_answer"
+            error = bad_answer(f"The worker answered {status}: {body[:1000].decode('utf-8', 'replace')}")
+            self._downstream.send_bytes(error_event(error, named=self._request.route.named_errors))
+            return
+        kept = downstream_headers(headers, request_id=request_id)
+        kept.append((b"content-length", b"%d" % len(body)))
+        self._send_head(400 if status == 422 else status, kept)
+        self._downstream.send_bytes(body)
+
+    def part(self, status: int, headers: list[Header], data: bytes, done: bool) -> None:
+        if not self._delivered:
+            self._begin_delivery()
+            if not self._head_sent:
+                self._send_head(status, downstream_headers(headers, request_id=self._request.request_id))
+        self._sent_at = time.monotonic()
+        if data:
+            self._downstream.send_bytes(data)
+
+    def _begin_delivery(self) -> None:
+        self._delivered = True
+        self._report.first_byte_at = time.monotonic()
+
+    def _send_head(self, status: int, headers: list[Header]) -> None:
+        self._head_sent = True
+        self._report.status = status
+        self._downstream.send_head(status, headers)
+
+    def _send_stream_head(self, headers: list[Header]) -> None:
+        self._event_stream = True
+        self._send_head(200, stream_headers(headers, request_id=self._request.request_id))
+
+    def _fail(self, error: GatewayError) -> None:
+        """Tell the client, in the form that is still possible."""
+        self._report.error_code = error.code
+        if not self._head_sent:
+            self._report.status = error.status
+            send_error(self._downstream, error, self._request.request_id)
+        elif self._event_stream:
+            self._downstream.send_bytes(error_event(error, named=self._request.route.named_errors))
+            self._downstream.end()
+        else:
+            self._downstream.abort()
+
+    # Deadlines: one timer per request, for the nearest of them
+
+    def _arm(self) -> None:
+        now = time.monotonic()
+        limits = self._limits
+        due = now + min(limits.first_byte, limits.stall)
+        if self._request.streaming:
+            due = min(due, max(self._sent_at + limits.keepalive, now + 0.05))
+        if self._attempt is not None and not self._paused:
+            due = min(due, max(self._silent_until(self._attempt), now + 0.05))
+        self._timer = asyncio.get_running_loop().call_later(max(0.001, due - now), self._tick)
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        self._timer = None
+        if self._request.streaming and now >= self._sent_at + self._limits.keepalive and not self._paused:
+            self._keep_alive()
+        if self._attempt is not None and not self._paused and now >= self._silent_until(self._attempt):
+            self._check_silence(self._attempt, now)
+        self._arm()
+
+    def _limit(self, attempt: Attempt) -> float:
+        return self._limits.stall if attempt.responded else self._limits.first_byte
+
+    def _silent_until(self, attempt: Attempt) -> float:
+        """When this attempt has been silent for too long. Steps of the engine count as a sign of life."""
+        return max(attempt.progress_at, attempt.replica.steps_at) + self._limit(attempt)
+
+    def _check_silence(self, attempt: Attempt, now: float) -> None:
+        limit = self._limit(attempt)
+        overdue = now - self._silent_until(attempt)
+        shunned = self._excluded() | {attempt.replica.key}
+        elsewhere = any(r.key not in shunned for r in self._registry.candidates(self._request.model))
+        if elsewhere or overdue >= (STALL_LIMITS_WITHOUT_ALTERNATIVE - 1) * limit:
+            attempt.give_up(f"no sign of life for {limit:g} s")
+
+    def _keep_alive(self) -> None:
+        self._sent_at = time.monotonic()
+        if not self._head_sent:
+            self._send_stream_head([])
+        if self._event_stream:
+            self._downstream.send_bytes(KEEPALIVE)
+
+
+def _key(replica: Replica) -> ReplicaKey:
+    return replica.key
+
+
+def _resolve(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)

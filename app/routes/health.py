@@ -1,0 +1,33 @@
+"""Probes. ``/live`` asks whether the process should be restarted, ``/health`` whether it should get traffic."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from fastapi.responses import JSONResponse
+
+from app.lifecycle import Lifecycle, LifecycleMachine
+from app.registry import WorkerRegistry
+
+
+def health_router(lifecycle: LifecycleMachine, registry: WorkerRegistry) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/health")
+    async def health() -> JSONResponse:
+        """Ready once the first discovery is done. A gateway without a routable worker stays ready: requests can wait
+        here, and nowhere else."""
+        ready = lifecycle.state is Lifecycle.READY
+        return JSONResponse(
+            {
+                "status": lifecycle.state.value,
+                "workers": len(registry.entries),
+                "routable": len(registry.candidates("")),
+            },
+            status_code=200 if ready else 503,
+        )
+
+    @router.get("/live")
+    async def live() -> JSONResponse:
+        return JSONResponse({"status": lifecycle.state.value}, status_code=200 if lifecycle.live else 503)
+
+    return router

@@ -1,0 +1,24 @@
+"""``GET /metrics``."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from fastapi.responses import Response
+
+from app.admission import AdmissionController
+from app.lifecycle import LifecycleMachine
+from app.metrics import CONTENT_TYPE, GatewayMetrics
+from app.registry import WorkerRegistry
+
+
+def metrics_router(
+    metrics: GatewayMetrics, lifecycle: LifecycleMachine, admission: AdmissionController, registry: WorkerRegistry
+) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/metrics")
+    async def read_metrics() -> Response:
+        metrics.look(lifecycle=lifecycle.state, inflight=admission.inflight, registry=registry)
+        return Response(await metrics.text(), headers={"content-type": CONTENT_TYPE})
+
+    return router

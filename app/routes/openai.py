@@ -1,0 +1,90 @@
+"""The OpenAI routes: relayed ones as raw ASGI endpoints, and the list of models."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from fastapi import APIRouter
+
+from app.asgi import AsgiDownstream, Receive, Scope, Send
+from app.downstream import ClientGone
+from app.intake import Intake
+from app.openai.errors import body_too_large, body_too_slow, model_not_found
+from app.openai.surface import RelayRoute
+from app.registry import WorkerRegistry
+
+
+class RelayEndpoint:
+    """One relayed route as an ASGI application."""
+
+    def __init__(
+        self, route: RelayRoute, intake: Intake, *, body_timeout_seconds: float, write_timeout_seconds: float
+    ) -> None:
+        self.route = route
+        self._intake = intake
+        self._body_timeout = body_timeout_seconds
+        self._write_timeout = write_timeout_seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        downstream = AsgiDownstream(receive, send, write_timeout=self._write_timeout)
+
+        async def body() -> bytes:
+            whole = await self._read_body(receive)
+            downstream.watch_client()
+            return whole
+
+        query: bytes = scope["query_string"]
+        target: bytes = scope["raw_path"]
+        try:
+            await self._intake.serve(
+                self.route,
+                target=target + b"?" + query if query else target,
+                headers=scope["headers"],
+                read_body=body,
+                downstream=downstream,
+            )
+        finally:
+            await downstream.close()
+
+    async def _read_body(self, receive: Receive) -> bytes:
+        """The whole body, bounded in size and time."""
+        limit = self._intake.max_body_bytes
+        parts: list[bytes] = []
+        size = 0
+        try:
+            async with asyncio.timeout(self._body_timeout):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientGone
+                    part: bytes = message.get("body", b"")
+                    size += len(part)
+                    if size > limit:
+                        raise body_too_large(limit)
+                    parts.append(part)
+                    if not message.get("more_body", False):
+                        return parts[0] if len(parts) == 1 else b"".join(parts)
+        except TimeoutError:
+            raise body_too_slow(self._body_timeout) from None
+
+
+def models_router(registry: WorkerRegistry, *, created: int) -> APIRouter:
+    """``GET /v1/models``: what can be reached now. ``created`` is Unix seconds."""
+    router = APIRouter()
+
+    def describe(model: str) -> dict[str, object]:
+        return {"id": model, "object": "model", "created": created, "owned_by": "hotspare"}
+
+    @router.get("/v1/models")
+    async def list_models() -> dict[str, object]:
+        models: Sequence[str] = registry.reachable_models()
+        return {"object": "list", "data": [describe(model) for model in models]}
+
+    @router.get("/v1/models/{model:path}")
+    async def get_model(model: str) -> dict[str, object]:
+        if model not in registry.reachable_models():
+            raise model_not_found(model)
+        return describe(model)
+
+    return router

@@ -1,0 +1,56 @@
+"""``GET /status``: what the gateway knows, for people and for benchmarks."""
+
+from __future__ import annotations
+
+import time
+
+from fastapi import APIRouter
+from fastapi.responses import JSONResponse
+
+from app.admission import AdmissionController
+from app.lifecycle import LifecycleMachine
+from app.registry import WorkerEntry, WorkerRegistry
+
+
+def describe_worker(entry: WorkerEntry, registry: WorkerRegistry, now: float) -> dict[str, object]:
+    """One address. Of a worker that is down, what it said last; ``monotonic`` is CLOCK_MONOTONIC seconds."""
+    current = entry.current
+    last = current or entry.last
+    line = None if last is None else last.line
+    return {
+        "address": str(entry.address),
+        "worker": line and line.worker,
+        "instance": line and line.instance,
+        "epoch": line and line.epoch,
+        "engine": line and line.engine,
+        "state": entry.state(now, registry.heartbeat_timeout).value,
+        "routable": current is not None and registry.is_routable(current),
+        "reported": line and line.state.value,
+        "models": list(line.models) if line else [],
+        "inflight": line.inflight if line else 0,
+        "capacity": line.capacity if line else 0,
+        "standby": line and line.standby and line.standby.value,
+        "steps": line.steps if line else 0,
+        "kv_usage": line.kv_usage if line else 0.0,
+        "history": [
+            {"state": item.state.value, "epoch": item.epoch, "monotonic": item.monotonic} for item in entry.history
+        ],
+    }
+
+
+def status_router(lifecycle: LifecycleMachine, admission: AdmissionController, registry: WorkerRegistry) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/status")
+    async def status() -> JSONResponse:
+        now = time.monotonic()
+        return JSONResponse(
+            {
+                "lifecycle": lifecycle.state.value,
+                "inflight": admission.inflight,
+                "waiting": registry.waiting,
+                "workers": [describe_worker(entry, registry, now) for entry in registry.entries.values()],
+            }
+        )
+
+    return router

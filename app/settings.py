@@ -1,0 +1,80 @@
+"""Settings of the gateway: the only place in ``app`` that reads the environment.
+
+Every field is set by an environment variable (``HOTSPARE_`` + the field's name) or by a command-line flag (the field's
+name with dashes); flags win. A bad value refuses to start, with a sentence.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import AliasChoices, BeforeValidator, Field
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+from app.address import Address, parse_addresses
+
+MIB = 1024 * 1024
+
+
+def _addresses(value: object) -> object:
+    return parse_addresses(value) if isinstance(value, str) else value
+
+
+Seconds = Annotated[float, Field(gt=0, le=86400, allow_inf_nan=False)]
+
+
+class GatewaySettings(BaseSettings):
+    """What the gateway process can be told. Durations are seconds, sizes bytes."""
+
+    model_config = SettingsConfigDict(env_prefix="HOTSPARE_", extra="ignore", populate_by_name=True)
+
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535)] = 8000
+    """0: any free port; the log line and ``gateway.json`` say which."""
+    workers: Annotated[tuple[Address, ...], NoDecode, BeforeValidator(_addresses)] = (Address("127.0.0.1", 8100),)
+    """Comma separated ``host:port`` or ``http://host:port``."""
+
+    wait_for_worker_seconds: Seconds = 15.0
+    """How long a request waits while no worker takes it, before it is answered with 503 ``no_worker``."""
+    connect_timeout_seconds: Seconds = 2.0
+    first_byte_timeout_seconds: Seconds = 60.0
+    """Silence allowed before an answer begins; starts again whenever the worker's ``steps`` advance."""
+    stall_timeout_seconds: Seconds = 60.0
+    """Silence allowed within an answer; starts again whenever the worker's ``steps`` advance."""
+    keepalive_seconds: Seconds = 15.0
+    """A streaming client that was sent nothing for this long gets a comment, so that proxies keep the connection."""
+    client_write_timeout_seconds: Seconds = 60.0
+    """A client that takes no byte for this long, while bytes wait for it, is given up."""
+    body_timeout_seconds: Seconds = 60.0
+    """How long a client may take to send a request's body."""
+    heartbeat_timeout_seconds: Seconds = 3.5
+    """A worker whose watch was silent for this long gets no new requests. Workers speak every second."""
+
+    max_body_bytes: Annotated[int, Field(ge=1024, le=1 << 31)] = 32 * MIB
+    max_held_bytes: Annotated[int, Field(ge=1024, le=1 << 30)] = 4 * MIB
+    """A complete (non-streaming) answer up to this size is held back until it is whole, so that a worker's death in the
+    middle of it stays invisible. A larger one is passed on as it comes."""
+    max_inflight: Annotated[int, Field(ge=1, le=1 << 20)] = 4096
+    attempt_limit: Annotated[int, Field(ge=1, le=100)] = 3
+    """How often a request is started, in all, when workers break under it before anything was delivered."""
+    drain_timeout_seconds: Annotated[
+        float,
+        Field(
+            ge=0,
+            le=86400,
+            validation_alias=AliasChoices(
+                "drain_timeout_seconds",
+                "HOTSPARE_DRAIN_TIMEOUT_SECONDS",
+                "DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS",
+            ),
+        ),
+    ] = 5.0
+    """How long admitted requests may go on after SIGTERM."""
+
+    log_format: Literal["console", "json"] = "console"
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    parent_pid: Annotated[int, Field(ge=1)] | None = None
+    """Die when this process, the parent, dies. Set by whoever starts us on one machine; unset in a container."""
+    run_dir: Path | None = None
+    """If set, ``gateway.json`` there says pid, host and port while the gateway runs."""

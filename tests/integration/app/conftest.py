@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import pytest
+import uvloop
+
+from app.__main__ import bind
+from app.address import parse_address
+from app.factory import Gateway, create_app
+from app.liveness import WorkerState
+from app.registry import WorkerEntry
+from app.server import GatewayServer
+from app.settings import GatewaySettings
+from tests.integration.app.fake_worker import MODEL, FakeWorker
+
+
+def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> Mapping[str, Any]:
+    """These tests run on the loop that the gateway runs on."""
+    return {"uvloop": uvloop.new_event_loop}
+
+
+@dataclass
+class Running:
+    """A gateway that serves on a real socket, in this process."""
+
+    server: GatewayServer
+    gateway: Gateway
+    client: httpx.AsyncClient
+    port: int
+    task: asyncio.Task[None]
+
+    @property
+    def base_url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def entry(self, worker: FakeWorker) -> WorkerEntry:
+        return self.gateway.registry.entries[parse_address(worker.address)]
+
+    def state(self, worker: FakeWorker) -> WorkerState:
+        return self.entry(worker).history[-1].state
+
+    async def chat(self, *, stream: bool = False, **extra: Any) -> httpx.Response:
+        body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "stream": stream}
+        return await self.client.post("/v1/chat/completions", json=body | extra)
+
+
+async def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+    """Wait until something is so; looks every loop turn or so."""
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+@asynccontextmanager
+async def run_gateway(*workers: FakeWorker, **settings: Any) -> AsyncIterator[Running]:
+    """A gateway over these workers; ready, and with every running worker up, when this returns."""
+    addresses = ",".join(worker.address for worker in workers)
+    app = create_app(GatewaySettings(workers=addresses, **({"wait_for_worker_seconds": 5} | settings)))
+    server = GatewayServer(app)
+    listener = bind("127.0.0.1", 0)
+    port = listener.getsockname()[1]
+    task = asyncio.create_task(server.serve(sockets=[listener]))
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(
+        base_url=f"http://127.0.0.1:{port}", timeout=10, limits=limits, trust_env=False
+    ) as client:
+        running = Running(server, app.gateway, client, port, task)
+        try:
+            await until(lambda: app.gateway.lifecycle.state.value == "ready" or task.done())
+            yield running
+        finally:
+            server.should_exit = True
+            server.force_exit = True
+            async with asyncio.timeout(5):
+                await task
+            listener.close()
+
+
+@pytest.fixture
+async def workers() -> AsyncIterator[Callable[..., Any]]:
+    """Starts fake workers; ends them with the test."""
+    async with AsyncExitStack() as stack:
+
+        async def start(*names: str, **options: Any) -> list[FakeWorker]:
+            return [await stack.enter_async_context(FakeWorker(name, **options)) for name in names]
+
+        yield start
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
