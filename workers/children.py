@@ -74,10 +74,10 @@ class LogSink:
     supervisor, nor, through full pipes, the engines.
     """
 
-    def __init__(self, fd: int) -> None:
-        """``fd`` stays the caller's."""
+    def __init__(self, fd: int, *, max_lines: int = MAX_QUEUED_LINES) -> None:
+        """``fd`` stays the caller's; ``max_lines`` wait at most."""
         self._fd = fd
-        self._lines: queue.Queue[bytes | None] = queue.Queue(MAX_QUEUED_LINES)
+        self._lines: queue.Queue[bytes | None] = queue.Queue(max_lines)
         self._dropped = 0
         self._thread = threading.Thread(target=self._write, name="log-sink", daemon=True)
         self._thread.start()

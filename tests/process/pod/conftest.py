@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.process.pod.pods import Pod, StartPod
+from workers.ports import PortReservation
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def start_pod(tmp_path: Path, run_dir: Path, live_ports: tuple[int, int]) -> Iterator[StartPod]:
+    """Starts pods of stand-ins; whatever a test did, nothing of them is left at its end."""
+    with ExitStack() as stack:
+
+        def start(
+            gms: list[str] | None = None, a: list[str] | None = None, b: list[str] | None = None, **env: str
+        ) -> Pod:
+            standins = {"gms": gms or [], "engine-a": a or [], "engine-b": b or []}
+            ports = ",".join(str(port) for port in live_ports)
+            pod = Pod(run_dir, tmp_path, standins, {"HOTSPARE_ADMIN_PORTS": ports, **env})
+            stack.callback(pod.process.end)  # the stand-ins die with it
+            return pod
+
+        yield start
+
+
+@pytest.fixture
+def live_ports() -> Iterator[tuple[int, int]]:
+    """The engines' admin ports: nobody else's, and closed until a stand-in listens."""
+    with PortReservation() as one, PortReservation() as other:
+        yield one.port, other.port
