@@ -13,7 +13,6 @@ import gc
 import logging
 import time
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +112,7 @@ class GmsModelLoader(BaseModelLoader):  # type: ignore[misc]
         install(model, manifest, arena)
         with set_default_torch_dtype(model_config.dtype), weights_already_processed():
             process_weights_after_loading(model, model_config, torch.device("cpu"))
-        if left := list(meta_tensors(model)):
+        if left := materialize_empty(model):
             raise ValueError(
                 f"this model cannot be read from shared weights: {len(left)} of its tensors are neither parameters nor "
                 f"buffers of the writer's model, {left[0]} among them; run it with HOTSPARE_GMS=false"
@@ -188,13 +187,22 @@ def install(model: Any, manifest: Manifest, arena: Any) -> None:
         put(name, installed[stored])
 
 
-def meta_tensors(model: Any) -> Iterator[str]:
-    """Names of tensors without data: parameters, buffers, and tensors that modules keep as plain attributes."""
+def materialize_empty(model: Any) -> list[str]:
+    """Replace meta tensors without elements (the KV cache's placeholders are such), and name those that have some.
+
+    Looks at parameters, buffers, and tensors that modules keep as plain attributes.
+    """
+    left: list[str] = []
     for module_name, module in model.named_modules():
         for kind in (module._parameters, module._buffers, module.__dict__):
-            for leaf, value in kind.items():
-                if isinstance(value, torch.Tensor) and value.is_meta:
-                    yield f"{module_name}.{leaf}" if module_name else leaf
+            for leaf, value in list(kind.items()):
+                if not (isinstance(value, torch.Tensor) and value.is_meta):
+                    continue
+                if value.numel() == 0 and kind is module.__dict__:
+                    kind[leaf] = torch.empty_like(value, device="cpu")
+                else:
+                    left.append(f"{module_name}.{leaf}" if module_name else leaf)
+    return left
 
 
 def view(arena: Any, slot: Slot) -> Any:
