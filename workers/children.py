@@ -18,7 +18,7 @@ import signal
 import subprocess
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -65,6 +65,18 @@ def label_line(label: str, line: bytes, *, form: Literal["console", "json"]) -> 
         return b'{"process":' + name + b"," + line[1:]
     message = msgspec.json.encode(line.decode("utf-8", "replace"))
     return b'{"process":' + name + b',"message":' + message + b"}"
+
+
+def logged_error(line: bytes) -> str | None:
+    """The message of a log line of level error, in any form our processes log in; ``None`` for every other line."""
+    if line.startswith(b"{"):
+        try:
+            record = msgspec.json.decode(line, type=dict[str, Any])
+        except msgspec.DecodeError:
+            return None
+        return str(record.get("message")) if record.get("level") == "error" else None
+    _, found, message = line.partition(b" ERROR ")
+    return message.decode("utf-8", "replace").strip() if found else None
 
 
 class LogSink:
@@ -149,8 +161,9 @@ class Child:
         self._on_line = on_line
         self._on_exit = on_exit
         self._lines = LineSplitter()
-        self.last_line = b""
-        """The last line it said that was not empty: what to quote when it ends."""
+        self.complaint = ""
+        """What to quote when it ends: the last error it logged, or else the last thing it said."""
+        self._logged_error = False
         self._output, childs_end = os.pipe2(os.O_CLOEXEC)
         try:
             os.set_blocking(self._output, False)  # this end only: the child's writes may wait
@@ -234,6 +247,8 @@ class Child:
 
     def _say(self, lines: list[bytes]) -> None:
         for line in lines:
-            if line.strip():
-                self.last_line = line
+            error = logged_error(line)
+            if error is not None or (line.strip() and not self._logged_error):
+                self.complaint = error or line.decode("utf-8", "replace").strip()
+                self._logged_error = self._logged_error or error is not None
             self._on_line(line)

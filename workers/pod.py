@@ -148,17 +148,18 @@ class PodSupervisor:
                 return self._plan.deadline_passed(phase)
 
     def _handle_end(self, name: str, pid: int) -> list[Action]:
-        code, last_line = FAILED_TO_START, b""
+        code, complaint = FAILED_TO_START, ""
         if pid:
             child = self._children.pop(name)
-            code, last_line = child.reap(), child.last_line
+            code, complaint = child.reap(), child.complaint
             if probe := self._probes.pop(name, None):
                 probe.cancel()
         was_running = self._plan.phase is Phase.RUNNING
         actions = self._plan.exited(name, code, now=time.monotonic())
         if was_running and self._plan.phase is not Phase.RUNNING:
-            reason = last_line.decode("utf-8", "replace") or "it said nothing"
-            logger.error("the pod cannot start with this configuration; %s says: %s", name, reason)
+            logger.error(
+                "the pod cannot start with this configuration; %s says: %s", name, complaint or "nothing (see above)"
+            )
         elif was_running:
             delay = next((action.delay_seconds for action in actions if isinstance(action, Start)), 0.0)
             when = f"in {delay:g} s" if delay else "at once"

@@ -130,7 +130,10 @@ class PodPlan:
             if self._cannot_start(name):
                 self.exit_code = ExitCode.BAD_CONFIGURATION
                 return self._stop_engines()
-        return [Start(name, process.backoff.died(lived_seconds=now - process.started))]
+        delay = process.backoff.died(lived_seconds=now - process.started)
+        if code == ExitCode.BAD_CONFIGURATION:
+            delay = max(delay, RESTART_INITIAL_SECONDS)  # at once it would only end the same way
+        return [Start(name, delay)]
 
     def stop(self) -> list[Action]:
         """A signal came: stop in order, or, when that is under way already, at once."""

@@ -208,7 +208,7 @@ def test_a_memory_service_that_cannot_start_ends_the_pod(start_pod: StartPod) ->
 
 def test_one_engine_that_cannot_start_does_not_end_the_pod(start_pod: StartPod, tmp_path: Path) -> None:
     pod = start_pod(a=["--exit", "2", "--exit-after", "1", "--lives", str(tmp_path / "lives")])
-    pod.until_said(r"engine-a is gone \(exit code 2\) and is started again at once")
+    pod.until_said(r"engine-a is gone \(exit code 2\) and is started again in 1 s")
     pod.until_up("engine-a")
     pod.until_up("engine-b")
     pod.process.signal(signal.SIGTERM)

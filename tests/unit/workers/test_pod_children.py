@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.children import LineSplitter, LogSink, label_line
+from workers.children import LineSplitter, LogSink, label_line, logged_error
 from workers.pod_commands import command_lines, environment
 from workers.settings import PodSettings
 
@@ -71,6 +71,21 @@ def test_labels_for_people() -> None:
 )
 def test_labels_in_json(line: bytes, document: dict[str, str]) -> None:
     assert msgspec.json.decode(label_line("p", line, form="json")) == document
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b"12:00:00.000 ERROR   no such model", "no such model"),
+        (b"12:00:00.000 INFO    no such model", None),
+        (b'{"level":"error","message":"no such model"}', "no such model"),
+        (b'{"level":"info","message":"no such model"}', None),
+        (b'{"level":"error"', None),
+        (b"", None),
+    ],
+)
+def test_errors_are_found_in_log_lines(line: bytes, message: str | None) -> None:
+    assert logged_error(line) == message
 
 
 def read_all(fd: int) -> bytes:

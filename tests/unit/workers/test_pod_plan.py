@@ -44,7 +44,8 @@ def test_every_end_is_followed_by_a_start_once_the_pod_runs(code: int) -> None:
     made = plan()
     made.exited("a", KILLED, now=1.0)
     made.started("a", now=1.0)
-    assert made.exited("a", code, now=100.0) == [Start("a")]
+    (action,) = made.exited("a", code, now=100.0)
+    assert action == Start("a", 1.0 if code == ExitCode.BAD_CONFIGURATION else 0.0)
 
 
 def test_a_start_that_is_due_is_not_wanted_twice_nor_while_stopping() -> None:
@@ -131,11 +132,11 @@ def test_a_second_signal_kills_everything(ended: tuple[str, ...]) -> None:
 
 def test_a_configuration_that_no_engine_can_start_with_ends_the_pod() -> None:
     made = plan()
-    assert made.exited("a", ExitCode.BAD_CONFIGURATION, now=1.0) == [Start("a")]
-    made.started("a", now=1.0)
-    actions = made.exited("b", ExitCode.BAD_CONFIGURATION, now=1.1)
+    assert made.exited("a", ExitCode.BAD_CONFIGURATION, now=1.0) == [Start("a", 1.0)]
+    made.started("a", now=2.0)
+    actions = made.exited("b", ExitCode.BAD_CONFIGURATION, now=2.1)
     assert actions == [Terminate("a"), Deadline(Phase.STOPPING_ENGINES, GRACE)]
-    made.exited("a", -15, now=1.2)
+    made.exited("a", -15, now=2.2)
     made.exited("gms", 0, now=1.3)
     assert made.finished
     assert made.exit_code is ExitCode.BAD_CONFIGURATION

@@ -1,0 +1,138 @@
+"""A whole pod: the supervisor over the real memory service and two sim engines."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.processes import MS, Process, gone, running, state_of, until, until_role
+from workers.engines.sim.tokens import expected_text
+from workers.ports import PortReservation
+
+pytestmark = pytest.mark.process
+
+PROMPT, COUNT = "hello there", 20
+
+
+class SimPod:
+    def __init__(self, run_dir: Path, ports: list[int]) -> None:
+        self.folder = run_dir / "pod-0"
+        self.serving, *self.admin = ports
+        self.settings = {
+            "HOTSPARE_RUN_DIR": str(run_dir),
+            "HOTSPARE_ENGINE": "sim",
+            "HOTSPARE_SERVING_PORT": str(self.serving),
+            "HOTSPARE_ADMIN_PORTS": ",".join(str(port) for port in self.admin),
+            "HOTSPARE_GMS_METRICS_PORT": "0",
+            "HOTSPARE_DRAIN_TIMEOUT_SECONDS": "1",
+            "HOTSPARE_SIM_TTFT_SECONDS": "0",
+            "HOTSPARE_SIM_TOKEN_SECONDS": "0.001",
+        }
+
+    def record(self) -> dict[str, Any]:
+        return dict(json.loads((self.folder / "pod.json").read_bytes()))
+
+    def active(self) -> dict[str, Any] | None:
+        states = [state for port in self.admin if (state := state_of(port))]
+        return next((state for state in states if state["role"] == "ACTIVE"), None)
+
+    def until_pair(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The active engine and the parked one."""
+
+        def look() -> tuple[dict[str, Any], dict[str, Any]] | None:
+            states = {state["role"]: state for port in self.admin if (state := state_of(port))}
+            return (states["ACTIVE"], states["STANDBY"]) if set(states) == {"ACTIVE", "STANDBY"} else None
+
+        return until(look, saying="one engine is active and the other is parked")
+
+    def complete(self) -> str:
+        body = {"prompt": PROMPT, "max_tokens": COUNT}
+        answer = httpx.post(f"http://127.0.0.1:{self.serving}/v1/completions", json=body, timeout=10, trust_env=False)
+        return str(answer.json()["choices"][0]["text"])
+
+
+@pytest.fixture
+def pod(tmp_path: Path) -> Iterator[SimPod]:
+    with contextlib.ExitStack() as stack:
+        ports = [stack.enter_context(PortReservation()).port for _ in range(3)]
+        yield SimPod(tmp_path / "run", ports)
+
+
+@contextlib.contextmanager
+def supervised(pod: SimPod, tmp_path: Path, **env: str) -> Iterator[Process]:
+    with running("pod", "workers", "pod", log_dir=tmp_path, env={**pod.settings, **env}) as process:
+        try:
+            yield process
+        except BaseException:
+            print(process.output())
+            raise
+
+
+def test_from_start_to_stop(pod: SimPod, tmp_path: Path) -> None:
+    with supervised(pod, tmp_path) as process:
+        active, parked = pod.until_pair()
+        assert pod.complete() == expected_text(PROMPT, COUNT)
+        record = pod.record()
+        assert {active["keeper_pid"], parked["keeper_pid"]} == {engine["pid"] for engine in record["engines"].values()}
+        assert active["instance"] == parked["instance"] == record["instance"]
+        process.signal(signal.SIGTERM)
+        assert process.wait() == 0
+        assert all(gone(pid) for pid in (active["pid"], parked["pid"], record["gms"]["pid"]))
+        assert not pod.folder.exists()
+
+
+def test_a_killed_engine_is_followed_by_the_other_with_the_same_text(pod: SimPod, tmp_path: Path) -> None:
+    with supervised(pod, tmp_path):
+        active, parked = pod.until_pair()
+        os.kill(active["pid"], signal.SIGKILL)
+        port = next(port for port in pod.admin if (state := state_of(port)) and state["pid"] == parked["pid"])
+        assert until_role(port, "ACTIVE")["epoch"] == active["epoch"] + 1
+        assert pod.complete() == expected_text(PROMPT, COUNT)
+        pod.until_pair()
+        assert {engine["restarts"] for engine in pod.record()["engines"].values()} == {0}  # its keeper forked it
+
+
+def test_a_killed_keeper_is_started_again_by_the_supervisor(pod: SimPod, tmp_path: Path) -> None:
+    with supervised(pod, tmp_path):
+        active, _ = pod.until_pair()
+        os.kill(active["keeper_pid"], signal.SIGKILL)
+        assert gone(active["pid"])
+        again, spare = pod.until_pair()
+        assert again["epoch"] == active["epoch"] + 1
+        assert spare["keeper_pid"] != active["keeper_pid"]
+        assert sorted(engine["restarts"] for engine in pod.record()["engines"].values()) == [0, 1]
+        assert pod.complete() == expected_text(PROMPT, COUNT)
+
+
+def test_a_killed_memory_service_is_started_again_and_nobody_is_silenced(pod: SimPod, tmp_path: Path) -> None:
+    with supervised(pod, tmp_path):
+        pod.until_pair()
+        first = pod.record()["gms"]["pid"]
+        os.kill(first, signal.SIGKILL)
+        until(lambda: pod.record()["gms"]["pid"] not in (None, first), saying="the memory service is started again")
+        assert pod.complete() == expected_text(PROMPT, COUNT)
+
+
+def test_nothing_outlives_a_killed_supervisor(pod: SimPod, tmp_path: Path) -> None:
+    with supervised(pod, tmp_path) as process:
+        active, parked = pod.until_pair()
+        pids = [active["pid"], active["keeper_pid"], parked["pid"], parked["keeper_pid"], pod.record()["gms"]["pid"]]
+        os.kill(process.pid, signal.SIGKILL)
+        assert all(gone(pid, within=5000 * MS) for pid in pids)
+
+
+def test_settings_that_no_engine_can_start_with_end_the_pod(pod: SimPod, tmp_path: Path) -> None:
+    with supervised(pod, tmp_path, HOTSPARE_SIM_KV_BYTES="65536", HOTSPARE_CAPACITY="4096") as process:
+        assert process.wait() == 2
+        (said,) = re.findall("the pod cannot start with this configuration; engine-[ab] says: (.*)", process.output())
+        assert "sim.kv_bytes (65536) is too small for a capacity of 4096 requests" in said
+        assert "Traceback" not in process.output()
