@@ -1,0 +1,11 @@
+"""What the command line says when it cannot do what it was asked."""
+
+from __future__ import annotations
+
+
+class CliError(Exception):
+    """One sentence for the person at the terminal, and the exit code that goes with it."""
+
+    def __init__(self, sentence: str, *, code: int) -> None:
+        super().__init__(sentence)
+        self.code = code

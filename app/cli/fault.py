@@ -1,0 +1,131 @@
+"""``hotspare fault``: break one process on purpose, and be sure that it is the one that was meant.
+
+A pid read from somewhere may be somebody else's a moment later. So: open a pidfd, *then* have the process behind it
+prove who it is, then signal through the pidfd, which cannot hit anybody else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import struct
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import Final
+
+from app.cli.errors import CliError
+from app.cli.observe import EngineAnswer, EngineReport, ask_engine, ask_pod
+from app.cli.run_dir import PodFile, read_pod, read_pods
+from workers.contract import Role
+from workers.exit_codes import ExitCode
+
+_PEER_SECONDS: Final = 1.0
+
+
+class Fault(StrEnum):
+    """What can be done to a pod."""
+
+    KILL_ACTIVE = "kill-active"
+    KILL_SHADOW = "kill-shadow"
+    KILL_GMS = "kill-gms"
+    STOP_ACTIVE = "stop-active"
+
+
+_TARGETS: Final = {Fault.KILL_ACTIVE: Role.ACTIVE, Fault.KILL_SHADOW: Role.STANDBY, Fault.STOP_ACTIVE: Role.ACTIVE}
+
+
+def inject(fault: Fault, pod_name: str, run_dir: Path) -> str:
+    """Do it; returns what was done.
+
+    Raises:
+        CliError: there is no such pod, or nobody in it has that role; nothing was done.
+    """
+    pod = read_pod(run_dir / pod_name) if pod_name not in ("", ".", "..") and "/" not in pod_name else None
+    if pod is None:
+        known = ", ".join(pod.pod for pod in read_pods(run_dir)) or "none"
+        raise _cannot(f"there is no pod {pod_name!r} in {run_dir} (pods there: {known})")
+    if fault is Fault.KILL_GMS:
+        return _kill_gms(pod, run_dir)
+    return asyncio.run(_signal_engine(fault, pod))
+
+
+def engine_with(role: Role, answers: Mapping[str, EngineAnswer]) -> EngineReport | None:
+    """The engine that is ``role``, the newest epoch first. Pure."""
+    reports = [answer for answer in answers.values() if isinstance(answer, EngineReport) and answer.role is role]
+    return max(reports, key=lambda report: report.epoch, default=None)
+
+
+async def _signal_engine(fault: Fault, pod: PodFile) -> str:
+    role = _TARGETS[fault]
+    answers = await ask_pod(pod)
+    report = engine_with(role, answers)
+    if report is None:
+        seen = ", ".join(
+            f"{name} is {answer.role if isinstance(answer, EngineReport) else answer}"
+            for name, answer in answers.items()
+        )
+        raise _cannot(f"no engine of {pod.pod} is {role} now ({seen}); nothing was done")
+    with _pidfd(report.pid) as pidfd:
+        again = await ask_engine(pod, report.engine)
+        if not isinstance(again, EngineReport) or (again.pid, again.role) != (report.pid, role):
+            raise _cannot(
+                f"engine {report.engine} of {pod.pod} changed while it was looked at; nothing was done, try again"
+            )
+        return _send(fault, pidfd, f"engine {report.engine} ({role}, epoch {report.epoch}) of {pod.pod}", report.pid)
+
+
+def _kill_gms(pod: PodFile, run_dir: Path) -> str:
+    if pod.gms is None:
+        raise _cannot(f"{pod.pod} runs without a memory service; nothing was done")
+    if pod.gms.pid is None:
+        raise _cannot(f"the memory service of {pod.pod} does not run now; nothing was done")
+    with _pidfd(pod.gms.pid) as pidfd:
+        if _listener(run_dir / pod.pod / pod.gms.socket) != pod.gms.pid:
+            raise _cannot(
+                f"process {pod.gms.pid} is not the memory service of {pod.pod} any more; nothing was done, try again"
+            )
+        return _send(Fault.KILL_GMS, pidfd, f"the memory service of {pod.pod}", pod.gms.pid)
+
+
+def _listener(path: Path) -> int | None:
+    """The pid of who listens on a Unix socket, told by the kernel (unix(7), SO_PEERCRED)."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(_PEER_SECONDS)
+        try:
+            connection.connect(str(path))
+        except OSError:
+            return None
+        raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        pid: int = struct.unpack("3i", raw)[0]
+        return pid
+
+
+@contextmanager
+def _pidfd(pid: int) -> Iterator[int]:
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        raise _cannot(f"process {pid} is gone already; nothing was done, try again") from None
+    try:
+        yield pidfd
+    finally:
+        os.close(pidfd)
+
+
+def _send(fault: Fault, pidfd: int, target: str, pid: int) -> str:
+    number = signal.SIGSTOP if fault is Fault.STOP_ACTIVE else signal.SIGKILL
+    try:
+        signal.pidfd_send_signal(pidfd, number)
+    except ProcessLookupError:
+        raise _cannot(f"{target}, process {pid}, ended by itself just now") from None
+    except PermissionError:
+        raise _cannot(f"{target}, process {pid}, belongs to another user; nothing was done") from None
+    return f"sent {number.name} to {target}, process {pid}"
+
+
+def _cannot(sentence: str) -> CliError:
+    return CliError(sentence, code=ExitCode.ENGINE_DEAD)

@@ -1,0 +1,45 @@
+"""``hotspare``: the first look at the command line, before anything heavy is imported.
+
+The long-running processes are commands of their own packages. For those, ``hotspare`` only puts the right program in
+its own place, so that pids, signals and exit codes are the process's own and nothing of the command line stays. ``up``
+is in a hurry and parses its options itself; all else is Typer's.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from app.cli.errors import CliError
+from app.cli.launch import PASSED_ON, module_command, safe_environment
+
+
+def main() -> int:
+    """Entry point of the console script; returns the exit code."""
+    arguments = sys.argv[1:]
+    command = arguments[0] if arguments else ""
+    if command in PASSED_ON:
+        pass_on(command, arguments[1:])
+    try:
+        if command == "up":
+            from app.cli.run_up import run_up
+            from app.cli.up_options import parse_up
+
+            return run_up(parse_up(arguments[1:], os.environ), os.environ)
+        from app.cli.commands import run
+
+        return run(arguments)
+    except CliError as error:
+        print(f"hotspare {command}: {error}", file=sys.stderr)
+        return error.code
+
+
+def pass_on(command: str, arguments: list[str]) -> None:
+    """Become the process that ``command`` names. Does not return."""
+    sys.stdout.flush()
+    program = [*module_command(*PASSED_ON[command].module), *arguments]
+    os.execve(program[0], program, safe_environment(os.environ))  # noqa: S606 - no shell is wanted
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,175 @@
+"""[P] What ``hotspare up`` will start: ports, command lines, and how long each may take to stop."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+EngineName = Literal["vllm", "sim"]
+
+LOOPBACK: Final = "127.0.0.1"
+"""Where pods listen: only the gateway is for others."""
+PORTS_PER_POD: Final = 10
+GMS_METRICS_OFFSET: Final = 9
+MAX_PORT: Final = 65535
+DEFAULT_DRAIN_SECONDS: Final = 5.0
+DEFAULT_GRACE_SECONDS: Final = 15.0
+"""Those of GatewaySettings and PodSettings."""
+STOP_MARGIN_SECONDS: Final = 10.0
+ENGINE_IDS: Final = "abcdefgh"
+
+PER_PROCESS: Final = frozenset(
+    {
+        "HOTSPARE_POD",
+        "HOTSPARE_INSTANCE",
+        "HOTSPARE_ENGINE_ID",
+        "HOTSPARE_ADMIN_PORT",
+        "HOTSPARE_ADMIN_PORTS",
+        "HOTSPARE_STANDBY_ADMIN_PORTS",
+        "HOTSPARE_SERVING_PORT",
+        "HOTSPARE_WORKERS",
+        "HOTSPARE_GMS_SOCKET",
+        "HOTSPARE_GMS_METRICS_PORT",
+    }
+)
+"""What ``up`` gives to each process on its own; from the outside it would make two pods claim to be one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpOptions:
+    """What the person at the terminal asked for. A port of 0 means any free one."""
+
+    pods: int = 1
+    engine: EngineName = "vllm"
+    model: Path | None = None
+    host: str = LOOPBACK
+    port: int = 8000
+    base_port: int = 8100
+    run_dir: Path = Path(".hotspare")
+    shadows: int = 1
+    gms: bool = True
+    keeper: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class PodPlan:
+    """One pod: its name and its ports."""
+
+    name: str
+    serving: int
+    admin: tuple[int, ...]
+    gms_metrics: int
+
+    @property
+    def address(self) -> str:
+        return f"{LOOPBACK}:{self.serving}"
+
+    def ports(self) -> dict[int, str]:
+        """Port → what it is for, for messages."""
+        engines = {port: f"engine {ENGINE_IDS[at]}" for at, port in enumerate(self.admin)}
+        return {self.serving: "serving port", **engines, self.gms_metrics: "memory service's metrics"}
+
+
+def last_port(options: UpOptions) -> int:
+    """The highest port that a fixed ``base_port`` leads to."""
+    return options.base_port + PORTS_PER_POD * (options.pods - 1) + GMS_METRICS_OFFSET
+
+
+def pod_name(index: int) -> str:
+    return f"pod-{index}"
+
+
+def fixed_pod(options: UpOptions, index: int) -> PodPlan:
+    """Pod ``index`` with the ports that the documentation promises."""
+    base = options.base_port + PORTS_PER_POD * index
+    return PodPlan(
+        name=pod_name(index),
+        serving=base,
+        admin=tuple(base + 1 + engine for engine in range(options.shadows + 1)),
+        gms_metrics=base + GMS_METRICS_OFFSET,
+    )
+
+
+def ports_needed(options: UpOptions) -> int:
+    """How many ports a pod needs when any will do."""
+    return options.shadows + 3
+
+
+def free_pod(index: int, ports: Sequence[int]) -> PodPlan:
+    """Pod ``index`` on ``ports_needed`` ports that somebody reserved."""
+    serving, metrics, *admin = ports
+    return PodPlan(name=pod_name(index), serving=serving, admin=tuple(admin), gms_metrics=metrics)
+
+
+def gateway_arguments(options: UpOptions, port: int, pods: Sequence[PodPlan]) -> list[str]:
+    workers = ",".join(pod.address for pod in pods)
+    return ["--port", str(port), "--host", options.host, "--workers", workers]
+
+
+def pod_arguments(options: UpOptions, pod: PodPlan) -> list[str]:
+    return [
+        *("--pod", pod.name),
+        *("--run-dir", str(options.run_dir)),
+        *("--host", LOOPBACK),
+        *("--engine", options.engine),
+        *("--serving-port", str(pod.serving)),
+        *("--admin-ports", ",".join(map(str, pod.admin))),
+        *("--gms-metrics-port", str(pod.gms_metrics)),
+        *("--shadows", str(options.shadows)),
+        "--gms" if options.gms else "--no-gms",
+        "--keeper" if options.keeper else "--no-keeper",
+    ]
+
+
+def child_environment(
+    environment: Mapping[str, str], *, run_dir: Path, parent_pid: int, model: Path | None
+) -> dict[str, str]:
+    """What children inherit: everything, but the names by which processes are told apart."""
+    child = {name: value for name, value in environment.items() if name.upper() not in PER_PROCESS}
+    child["HOTSPARE_RUN_DIR"] = str(run_dir)
+    child["HOTSPARE_PARENT_PID"] = str(parent_pid)
+    if model is not None:
+        child["HOTSPARE_MODEL"] = str(model)
+    return child
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopLimits:
+    """Seconds after which a process that was asked to stop is killed: its own limit, and a margin."""
+
+    gateway: float
+    pod: float
+
+
+def stop_limits(environment: Mapping[str, str]) -> StopLimits:
+    """From the same variables that gateway and pod read; a bad value is theirs to refuse."""
+    drain = _seconds(environment, "HOTSPARE_DRAIN_TIMEOUT_SECONDS", DEFAULT_DRAIN_SECONDS)
+    grace = _seconds(environment, "HOTSPARE_GRACE_PERIOD_SECONDS", DEFAULT_GRACE_SECONDS)
+    return StopLimits(gateway=drain + STOP_MARGIN_SECONDS, pod=grace + STOP_MARGIN_SECONDS)
+
+
+def _seconds(environment: Mapping[str, str], name: str, default: float) -> float:
+    try:
+        return float(environment[name])
+    except (KeyError, ValueError):
+        return default
+
+
+def base_url(host: str, port: int) -> str:
+    """Where a client on this machine finds the API."""
+    if host in ("", "0.0.0.0"):
+        host = LOOPBACK
+    elif host == "::":
+        host = "::1"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def example_request(url: str, model: str) -> str:
+    """A command that works as it stands in any POSIX shell."""
+    message = {"role": "user", "content": "Say hello."}
+    body = json.dumps({"model": model, "stream": True, "messages": [message]})
+    return f"curl -N {url}/v1/chat/completions -H 'content-type: application/json' -d {shlex.quote(body)}"

@@ -1,0 +1,80 @@
+"""The order in which ``hotspare up`` does things: check, claim, start, and only then import what it takes to watch.
+
+A start is what people wait for. The children need about a second of both cores for their imports, so this process stays
+out of their way until they run.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+
+from app.cli.claim import RunDirClaim
+from app.cli.environment import refuse_unknown
+from app.cli.errors import CliError
+from app.cli.plan import UpOptions, stop_limits
+from app.cli.ports import assign_ports
+from app.cli.starter import Starter
+from workers.exit_codes import ExitCode
+from workers.lifeline import ParentGone, die_with_parent
+
+
+def run_up(options: UpOptions, environment: Mapping[str, str]) -> int:
+    """Start everything, and stay until it ends; returns the exit code.
+
+    Raises:
+        CliError: something does not fit, or a process ended by itself; nothing runs any more.
+    """
+    refuse_unknown(environment)
+    _die_with_parent(environment)
+    early: list[int] = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: early.append(number))
+    with ExitStack() as stack:
+        claim = stack.enter_context(RunDirClaim(options.run_dir))
+        port, pods = assign_ports(options, stack)
+        starter = Starter(options, port=port, pods=pods, logs=claim.logs, environment=environment)
+        stack.callback(claim.sweep, [pod.name for pod in pods])
+        stack.callback(starter.close)
+        starter.start()
+        claim.keep_logs = True
+        try:
+            import asyncio
+
+            return asyncio.run(_watch(options, starter, environment, early))
+        except CliError as error:
+            claim.keep_logs = error.code != ExitCode.BAD_CONFIGURATION  # the sentence says it all
+            raise
+
+
+def _die_with_parent(environment: Mapping[str, str]) -> None:
+    """Whoever starts ``up`` from a program may want it to end with that program, as ``up`` wants of its children."""
+    given = environment.get("HOTSPARE_PARENT_PID", "")
+    if not given:
+        return
+    try:
+        die_with_parent(int(given))
+    except (ValueError, ParentGone) as error:
+        raise CliError(
+            f"HOTSPARE_PARENT_PID={given} is not the process that started this one ({error}); unset it",
+            code=ExitCode.BAD_CONFIGURATION,
+        ) from error
+
+
+async def _watch(options: UpOptions, starter: Starter, environment: Mapping[str, str], early: list[int]) -> int:
+    from app.cli.screen import open_screen
+    from app.cli.up import Up
+
+    up = Up(options, starter, screen=open_screen(), limits=stop_limits(environment), began=process_began())
+    return await up.run(early)
+
+
+def process_began() -> float:
+    """When this process was started, in seconds of the monotonic clock (10 ms is the kernel's resolution)."""
+    with open("/proc/self/stat", "rb") as stat:
+        ticks = int(stat.read().rpartition(b")")[2].split()[19])  # field 22, starttime; proc(5)
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return time.monotonic() - age

@@ -1,0 +1,220 @@
+"""``hotspare status``: one look at everything in a run folder, as a document; ``status_table`` shows it to people.
+
+The document is the stable form (``version``): fields are added, never renamed. Who is gone or silent is part of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from app.cli.errors import CliError
+from app.cli.observe import (
+    DEADLINE_SECONDS,
+    Absence,
+    EngineAnswer,
+    GatewayReport,
+    WorkerReport,
+    ask_gateway,
+    ask_pod,
+    in_daemon_thread,
+    private_bytes,
+)
+from app.cli.run_dir import GatewayFile, PodFile, is_running, read_gateway, read_pods
+from workers.exit_codes import ExitCode
+
+if TYPE_CHECKING:
+    from gms.protocol import Status
+
+VERSION: Final = 1
+
+
+class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One engine. ``role`` is one of ``workers.role``'s, or ``gone``, or ``silent``; sizes are bytes."""
+
+    role: str
+    role_seconds: float | None = None
+    pid: int | None = None
+    keeper_pid: int | None = None
+    admin_port: int
+    restarts: int
+    epoch: int | None = None
+    inflight: int | None = None
+    capacity: int | None = None
+    private_bytes: int | None = None
+    rss_bytes: int | None = None
+    weights_role: str | None = None
+    kv_mapped: bool | None = None
+    failure: str | None = None
+
+
+class GmsStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The memory service; bytes by kind of pool (``weights``, ``kv``, ...) and by the engines that hold leases."""
+
+    pid: int | None
+    answers: bool
+    total_bytes: int | None = None
+    bytes_by_pool: dict[str, int] = {}
+    bytes_by_owner: dict[str, int] = {}
+
+
+class PodStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One pod. ``stale``: its supervisor is gone and left the file behind."""
+
+    pod: str
+    instance: str
+    pid: int
+    stale: bool
+    serving_port: int
+    routed: WorkerReport | None
+    """What the gateway thinks of it."""
+    gms: GmsStatus | None
+    engines: dict[str, EngineStatus]
+
+
+class GatewayStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The gateway; ``lifecycle`` is its own word, or ``gone``, or ``silent``."""
+
+    pid: int
+    host: str
+    port: int
+    lifecycle: str
+    inflight: int | None = None
+    waiting: int | None = None
+
+
+class StatusDocument(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything in one run folder."""
+
+    version: int = VERSION
+    run_dir: str
+    gateway: GatewayStatus | None
+    pods: list[PodStatus]
+
+
+async def look(run_dir: Path) -> StatusDocument:
+    """Ask everybody in ``run_dir`` at the same time; takes little more than a second at worst.
+
+    Raises:
+        CliError: no pod has ever run there, or a file cannot be read.
+    """
+    pods, gateway = read_pods(run_dir), read_gateway(run_dir)
+    if not pods:
+        raise CliError(
+            f"no pod runs in {run_dir}; start one with `hotspare up`, or name another folder with --run-dir",
+            code=ExitCode.ENGINE_DEAD,
+        )
+    view, seen = await asyncio.gather(
+        _look_at_gateway(gateway), asyncio.gather(*(_look_at_pod(pod, run_dir) for pod in pods))
+    )
+    workers = view.workers if isinstance(view, GatewayReport) else ()
+    return StatusDocument(
+        run_dir=str(run_dir),
+        gateway=_gateway_status(gateway, view),
+        pods=[msgspec.structs.replace(pod, routed=routed_as(pod, workers)) for pod in seen],
+    )
+
+
+def routed_as(pod: PodStatus, workers: tuple[WorkerReport, ...]) -> WorkerReport | None:
+    """The gateway's entry for a pod, found by its port: before the first answer the gateway knows no names. Pure."""
+    return next((worker for worker in workers if worker.address.rpartition(":")[2] == str(pod.serving_port)), None)
+
+
+def pool_kind(name: str) -> str:
+    """``weights`` for ``weights/<layout key>``. Pure."""
+    return name.partition("/")[0]
+
+
+async def _look_at_gateway(gateway: GatewayFile | None) -> GatewayReport | Absence | None:
+    return None if gateway is None else await ask_gateway(gateway)
+
+
+def _gateway_status(file: GatewayFile | None, view: GatewayReport | Absence | None) -> GatewayStatus | None:
+    if file is None or view is None:
+        return None
+    if isinstance(view, Absence):
+        return GatewayStatus(pid=file.pid, host=file.host, port=file.port, lifecycle=view)
+    return GatewayStatus(
+        pid=file.pid,
+        host=file.host,
+        port=file.port,
+        lifecycle=view.lifecycle,
+        inflight=view.inflight,
+        waiting=view.waiting,
+    )
+
+
+async def _look_at_pod(pod: PodFile, run_dir: Path) -> PodStatus:
+    answers, gms = await asyncio.gather(ask_pod(pod), _look_at_gms(pod, run_dir))
+    engines = await asyncio.gather(*(_engine_status(pod, name, answer) for name, answer in answers.items()))
+    return PodStatus(
+        pod=pod.pod,
+        instance=pod.instance,
+        pid=pod.pid,
+        stale=not is_running(pod.pid, module="workers"),
+        serving_port=pod.serving_port,
+        routed=None,
+        gms=gms,
+        engines=dict(zip(answers, engines, strict=True)),
+    )
+
+
+async def _engine_status(pod: PodFile, name: str, answer: EngineAnswer) -> EngineStatus:
+    entry = pod.engines[name]
+    if isinstance(answer, Absence):
+        return EngineStatus(role=answer, keeper_pid=entry.pid, admin_port=entry.admin_port, restarts=entry.restarts)
+    private = await asyncio.to_thread(private_bytes, answer.pid)
+    return EngineStatus(
+        role=answer.role,
+        role_seconds=round(answer.role_seconds, 3),
+        pid=answer.pid,
+        keeper_pid=entry.pid if entry.pid != answer.pid else None,
+        admin_port=entry.admin_port,
+        restarts=entry.restarts,
+        epoch=answer.epoch,
+        inflight=answer.inflight,
+        capacity=answer.capacity,
+        private_bytes=private,
+        rss_bytes=answer.rss_bytes,
+        weights_role=answer.memory.weights_role if answer.memory else None,
+        kv_mapped=answer.memory.kv_mapped if answer.memory else None,
+        failure=answer.failure,
+    )
+
+
+async def _look_at_gms(pod: PodFile, run_dir: Path) -> GmsStatus | None:
+    if pod.gms is None:
+        return None
+    path = run_dir / pod.pod / pod.gms.socket
+    try:
+        status = await in_daemon_thread(lambda: _gms_status(path, pod.instance), timeout_seconds=DEADLINE_SECONDS)
+    except (OSError, TimeoutError):
+        return GmsStatus(pid=pod.gms.pid, answers=False)
+    if status is None:
+        return GmsStatus(pid=pod.gms.pid, answers=False)
+    pools: dict[str, int] = {}
+    for pool in status.pools:
+        pools[pool_kind(pool.name)] = pools.get(pool_kind(pool.name), 0) + pool.bytes
+    return GmsStatus(
+        pid=pod.gms.pid,
+        answers=True,
+        total_bytes=status.total_bytes,
+        bytes_by_pool=pools,
+        bytes_by_owner=status.bytes_by_owner,
+    )
+
+
+def _gms_status(path: Path, instance: str) -> Status | None:
+    from gms.client import GmsClient, GmsError
+
+    try:
+        client = GmsClient.connect(
+            path, engine="status", instance=instance, client="status", timeout_seconds=DEADLINE_SECONDS
+        )
+        with client:
+            return client.status()
+    except GmsError:
+        return None

@@ -1,0 +1,102 @@
+"""The status document for people: one row an engine, the pod's own facts above them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from app.cli.status import EngineStatus, GatewayStatus, GmsStatus, PodStatus, StatusDocument
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+MIB: Final = 1024 * 1024
+_ROLE_STYLES: Final = {"ACTIVE": "bold green", "STANDBY": "cyan", "gone": "red", "silent": "red", "FAILED": "red"}
+
+
+def render(document: StatusDocument) -> Group:
+    """The document as something that rich can print."""
+    from rich import box
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0)  # fits into 80 columns
+    for heading in ("pod", "engine", "role"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("for", "epoch", "in\nflight", "restarts", "private\nMiB", "rss\nMiB", "pid"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for pod in document.pods:
+        for at, (name, engine) in enumerate(pod.engines.items()):
+            role = Text(engine.role, style=_ROLE_STYLES.get(engine.role, "yellow"))
+            table.add_row("" if at else pod.pod, name, role, *engine_cells(engine))
+    lines = [Text(gateway_line(document.gateway)), *(Text(pod_line(pod)) for pod in document.pods)]
+    return Group(*lines, table)
+
+
+def engine_cells(engine: EngineStatus) -> list[str]:
+    """Everything of an engine's row after its role. Pure."""
+    requests = "" if engine.inflight is None else f"{engine.inflight}/{engine.capacity}"
+    return [
+        duration(engine.role_seconds),
+        "" if engine.epoch is None else str(engine.epoch),
+        requests,
+        str(engine.restarts),
+        mebibytes(engine.private_bytes),
+        mebibytes(engine.rss_bytes),
+        "" if engine.pid is None else str(engine.pid),
+    ]
+
+
+def gateway_line(gateway: GatewayStatus | None) -> str:
+    """One line about the gateway. Pure."""
+    if gateway is None:
+        return "gateway: none in this folder"
+    line = f"gateway {gateway.host}:{gateway.port}: {gateway.lifecycle}"
+    if gateway.inflight is not None:
+        line += f", {gateway.inflight} in flight, {gateway.waiting} waiting for a worker"
+    return f"{line} (pid {gateway.pid})"
+
+
+def pod_line(pod: PodStatus) -> str:
+    """One line about a pod: whether it runs, how it is routed, and its memory service. Pure."""
+    parts = [f"{pod.pod} on port {pod.serving_port}"]
+    if pod.stale:
+        parts.append(f"its supervisor (pid {pod.pid}) is gone: pod.json is stale")
+    if pod.routed is not None:
+        parts.append(f"gateway says {pod.routed.state}, {'' if pod.routed.routable else 'not '}routable")
+    parts.append(gms_part(pod.gms))
+    return "; ".join(parts)
+
+
+def gms_part(gms: GmsStatus | None) -> str:
+    """What a pod's memory service holds. Pure."""
+    if gms is None:
+        return "no memory service"
+    if not gms.answers:
+        return "memory service does not answer"
+    pools = ", ".join(f"{kind} {size(count)}" for kind, count in sorted(gms.bytes_by_pool.items()) if count)
+    return f"memory service {size(gms.total_bytes)}" + (f" ({pools})" if pools else "")
+
+
+def size(count: int | None) -> str:
+    """Bytes for people. Pure."""
+    return "" if count is None else f"{mebibytes(count)} MiB"
+
+
+def mebibytes(count: int | None) -> str:
+    """Bytes as MiB, for a column that says so. Pure."""
+    if count is None:
+        return ""
+    return f"{count / MIB:,.1f}" if count < 100 * MIB else f"{count / MIB:,.0f}"
+
+
+def duration(seconds: float | None) -> str:
+    """Seconds for people, in a few characters. Pure."""
+    if seconds is None:
+        return ""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(int(seconds), 60)
+    if minutes < 60:
+        return f"{minutes}m {rest:02d}s"
+    return f"{minutes // 60}h {minutes % 60:02d}m"

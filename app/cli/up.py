@@ -1,0 +1,254 @@
+"""``hotspare up``: a gateway and its pods on this machine, in the foreground.
+
+It watches by asking (the processes' files, the engines' admin ports, the gateway's status) and holds no state that they
+do not have. Signals, and children that end by themselves, resolve one future; what follows is one stop in order: the
+gateway drains, then the pods go. A second signal kills. If ``up`` itself is killed, the kernel kills what it started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Final, NamedTuple
+
+from app.cli.children import Child
+from app.cli.errors import CliError
+from app.cli.news import PodNews
+from app.cli.observe import EngineAnswer, EngineReport, GatewayReport, ask_gateway, ask_pod
+from app.cli.plan import StopLimits, UpOptions, base_url, example_request
+from app.cli.run_dir import GatewayFile, PodFile, read_pod
+from app.cli.screen import Screen
+from app.cli.stages import Board, is_done, stages_of
+from app.cli.starter import StartedPod, Starter
+from app.cli.voice import Voice
+from workers.exit_codes import ExitCode
+
+STARTING_LOOK_SECONDS: Final = 0.1
+STEADY_LOOK_SECONDS: Final = 0.25
+ROUTES_LOOK_SECONDS: Final = 0.03
+CONVERSION_STOP_SECONDS: Final = 5.0
+MODEL_STEP: Final = "model: conversion of the embedded SmolLM2"
+GATEWAY_STEP: Final = "gateway"
+ROUTES_STEP: Final = "gateway routes to every pod"
+
+
+class Ending(NamedTuple):
+    """Why ``up`` ends: a signal (``child`` is None), or a child that ended by itself with ``code``."""
+
+    child: Child | None
+    code: int = 0
+
+
+class Up:
+    """Watches what a ``Starter`` started. Build it in a running event loop."""
+
+    def __init__(
+        self, options: UpOptions, starter: Starter, *, screen: Screen, limits: StopLimits, began: float
+    ) -> None:
+        """``began`` is when the command was given, in seconds of the monotonic clock."""
+        self._options = options
+        self._starter = starter
+        self._screen = screen
+        self._voice = Voice(screen)
+        self._limits = limits
+        self._began = began
+        self._board = Board()
+        self._ready = False
+        self._end: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
+        self._forced = asyncio.Event()
+
+    async def run(self, early_signals: Sequence[int]) -> int:
+        """Until a signal asks to end; returns the exit code. ``early_signals`` came before there was a loop.
+
+        Raises:
+            CliError: the gateway, or every pod, ended by itself. Everything else has been stopped, too.
+        """
+        with self._signals():
+            for _ in early_signals:
+                self._signalled()
+            async with asyncio.TaskGroup() as group:
+                logs = group.create_task(self._read_logs())
+                watching = group.create_task(self._watch())
+                try:
+                    ending = await self._end
+                finally:
+                    watching.cancel()
+                    self._screen.finish()
+                await asyncio.wait({watching})  # it waits for the same children that are about to be stopped
+                code = await self._stop(ending)
+                logs.cancel()
+        self._voice.read_logs(self._starter.children)
+        if ending.child is not None:
+            raise CliError(self._why(ending.child, ending.code), code=code)
+        return code
+
+    # --- watching
+
+    async def _watch(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            if self._starter.gateway is None:
+                raise RuntimeError("watching without a gateway")
+            group.create_task(self._await_end(self._starter.gateway))
+            self._board.begin(GATEWAY_STEP, now=self._began)
+            if self._starter.model is not None:
+                self._board.begin(MODEL_STEP, now=self._began)
+                if code := await self._starter.model.ended():
+                    self._ended_by_itself(self._starter.model, code)
+                    return
+                self._board.end(MODEL_STEP, now=time.monotonic())
+                self._starter.start_pods()
+            for pod in self._starter.pods:
+                group.create_task(self._await_end(pod.child))
+                group.create_task(self._look_at(pod))
+            report = await self._until_routed()
+            self._ready = True
+            self._announce(report)
+
+    async def _until_routed(self) -> GatewayReport:
+        """Wait until the gateway routes to every pod."""
+        wanted = {pod.plan.address for pod in self._starter.pods}
+        file = GatewayFile(pid=0, host=self._options.host, port=self._starter.port)
+        while True:
+            report = await ask_gateway(file)
+            now = time.monotonic()
+            if isinstance(report, GatewayReport):
+                self._board.end(GATEWAY_STEP, now=now)
+                self._board.begin(ROUTES_STEP, now=now)
+                if wanted <= {worker.address for worker in report.workers if worker.routable}:
+                    self._board.end(ROUTES_STEP, now=now)
+                    self._screen.show(self._board, now=now)
+                    return report
+            self._screen.show(self._board, now=now)
+            await asyncio.sleep(ROUTES_LOOK_SECONDS)
+
+    def _announce(self, report: GatewayReport) -> None:
+        self._screen.finish()
+        url = base_url(self._options.host, self._starter.port)
+        models = [model for worker in report.workers for model in worker.models]
+        self._screen.say(f"ready after {time.monotonic() - self._began:.2f} s: {url}/v1", style="bold green")
+        self._screen.say(f"  {example_request(url, models[0] if models else 'default')}")
+        self._screen.say(f"Ctrl-C drains and stops; logs are in {self._options.run_dir / 'logs'}")
+
+    async def _look_at(self, pod: StartedPod) -> None:
+        """One pod, until cancelled: its steps while it starts, then whatever changes."""
+        news = PodNews(pod.plan.name)
+        while True:
+            file = read_pod(self._options.run_dir / pod.plan.name)
+            if file is not None and file.pid == pod.child.pid:
+                answers = await ask_pod(file)
+                now = time.monotonic()
+                self._advance(pod, file, answers, now)
+                for item in news.look(answers, now=now):
+                    self._voice.say(item.text, at=item.at)
+            else:
+                self._advance(pod, None, {}, time.monotonic())
+            await asyncio.sleep(STEADY_LOOK_SECONDS if self._ready else STARTING_LOOK_SECONDS)
+
+    def _advance(self, pod: StartedPod, file: PodFile | None, answers: dict[str, EngineAnswer], now: float) -> None:
+        if self._ready:
+            return
+        socket_is_there = False
+        if file is not None and file.gms is not None:
+            socket_is_there = (self._options.run_dir / pod.plan.name / file.gms.socket).exists()
+        stages = [
+            (f"{pod.plan.name}: {stage}", is_done(stage, socket_is_there=socket_is_there, answers=answers))
+            for stage in stages_of(gms=self._options.gms)
+        ]
+        self._board.advance(stages, now=now)
+        reports = [answer for answer in answers.values() if isinstance(answer, EngineReport)]
+        self._board.note(stages[-1][0], ", ".join(f"{report.engine} {report.role}" for report in reports))
+
+    async def _await_end(self, child: Child) -> None:
+        self._ended_by_itself(child, await child.ended())
+
+    def _ended_by_itself(self, child: Child, code: int) -> None:
+        """While starting any end is the end of all; later, a pod may go while others are left."""
+        others = any(pod.child.running for pod in self._starter.pods)
+        if self._ready and others and child is not self._starter.gateway:
+            self._voice.say(f"{self._why(child, code)}; the other pods go on", style="red")
+        elif not self._end.done():
+            self._end.set_result(Ending(child, code))
+
+    def _why(self, child: Child, code: int) -> str:
+        how = f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+        self._voice.read_logs([child])
+        return f"{child.name} ended by itself ({how}): {self._voice.last_words(child)}"
+
+    async def _read_logs(self) -> None:
+        while True:
+            self._voice.read_logs(self._starter.children)
+            await asyncio.sleep(STARTING_LOOK_SECONDS)
+
+    # --- stopping
+
+    async def _stop(self, ending: Ending) -> int:
+        began = time.monotonic()
+        if ending.child is None:
+            self._voice.say("stopping: the gateway drains, then the pods; another signal ends everything at once")
+        orderly = asyncio.ensure_future(self._stop_in_order())
+        forced = asyncio.ensure_future(self._forced.wait())
+        try:
+            await asyncio.wait({orderly, forced}, return_when=asyncio.FIRST_COMPLETED)
+            clean = orderly.done() and orderly.result()
+        finally:
+            orderly.cancel()
+            forced.cancel()
+        if not clean:
+            self._starter.kill_all()
+        seconds = time.monotonic() - began
+        if ending.child is not None:
+            return ending.code if ending.code > 0 else ExitCode.ENGINE_DEAD
+        if not clean:
+            self._voice.say(f"stopped by force after {seconds:.1f} s", style="red")
+            return ExitCode.FORCED
+        self._voice.say(f"stopped after {seconds:.1f} s, nothing was cut off")
+        return ExitCode.DRAINED
+
+    async def _stop_in_order(self) -> bool:
+        """The gateway first, since it needs the pods to drain. Whether everything ended as asked and in time."""
+        if (model := self._starter.model) is not None:
+            await self._stop_one(model, CONVERSION_STOP_SECONDS)
+        clean = True
+        if (gateway := self._starter.gateway) is not None:
+            clean = await self._stop_one(gateway, self._limits.gateway)
+        stopping = (self._stop_one(pod.child, self._limits.pod) for pod in self._starter.pods)
+        return all([clean, *await asyncio.gather(*stopping)])
+
+    async def _stop_one(self, child: Child, limit_seconds: float) -> bool:
+        if not child.running:
+            return True
+        child.signal(signal.SIGTERM)
+        try:
+            async with asyncio.timeout(limit_seconds):
+                code = await child.ended()
+        except TimeoutError:
+            self._voice.say(f"{child.name} did not end within {limit_seconds:g} s and is killed", style="red")
+            child.signal(signal.SIGKILL)
+            await child.ended()
+            return False
+        if code == -signal.SIGTERM and not self._ready:
+            return True  # asked before it had got as far as listening to signals
+        if code:
+            self._voice.say(f"{child.name} ended with exit code {code}", style="red")
+        return code == 0
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        for number in numbers:
+            loop.add_signal_handler(number, self._signalled)
+        try:
+            yield
+        finally:
+            for number in numbers:
+                loop.remove_signal_handler(number)
+
+    def _signalled(self) -> None:
+        if self._end.done():
+            self._forced.set()
+        else:
+            self._end.set_result(Ending(None))

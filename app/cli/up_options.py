@@ -1,0 +1,119 @@
+"""The options of ``hotspare up``, from the command line and from HOTSPARE_ variables; the command line wins.
+
+This one command is parsed with argparse: Typer takes a quarter of a second to import, and nothing can start before the
+options are known.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+from app.cli.errors import CliError
+from app.cli.plan import MAX_PORT, UpOptions
+from workers.exit_codes import ExitCode
+
+MAX_PODS: Final = 100
+_TRUE: Final = frozenset({"1", "true", "t", "yes", "y", "on"})
+_FALSE: Final = frozenset({"0", "false", "f", "no", "n", "off"})
+_SWITCHES: Final = ("gms", "keeper")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise CliError(message, code=ExitCode.BAD_CONFIGURATION)
+
+
+def parse_up(arguments: Sequence[str], environment: Mapping[str, str]) -> UpOptions:
+    """What was asked for, with an absolute run folder.
+
+    Raises:
+        CliError: an unknown option, or a bad value; names it, and the variable that it came from.
+        SystemExit: help was asked for, and has been printed.
+    """
+    parser = _parser()
+    flags, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        raise CliError(_unknown(unknown[0], parser), code=ExitCode.BAD_CONFIGURATION)
+    values = {**_from_environment(parser, environment), **vars(flags)}
+    options = UpOptions(**values)
+    return UpOptions(**{**vars(options), "run_dir": Path(os.path.abspath(options.run_dir))})
+
+
+def _parser() -> _Parser:
+    defaults = UpOptions()
+    parser = _Parser(
+        prog="hotspare up",
+        description="A gateway and its pods on this machine, until Ctrl-C.",
+        epilog="Each option can be given as HOTSPARE_NAME; gateway, pods and engines read further HOTSPARE_ variables.",
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+    )
+
+    def option(name: str, help: str, *, kind: Callable[[str], Any], **more: Any) -> None:
+        default = getattr(defaults, name)
+        shown = help if default is None else f"{help} (default: {default})"
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help=shown, **more)
+
+    option("pods", "how many pods", kind=_whole(1, MAX_PODS), metavar="N")
+    option("engine", "vllm, or sim: a deterministic engine without a model", kind=str, choices=("vllm", "sim"))
+    option("model", "model folder in Hugging Face layout; none: the embedded SmolLM2", kind=Path, metavar="DIR")
+    option("host", "where the gateway listens", kind=str)
+    option("port", "the gateway's port; 0: any", kind=_whole(0, MAX_PORT))
+    option(
+        "base_port", "first port of pod 0, the others' follow by tens; 0: any", kind=_whole(0, MAX_PORT), metavar="PORT"
+    )
+    option("run_dir", "folder for sockets, locks and logs", kind=Path, metavar="DIR")
+    option("shadows", "spare engines of each pod, 0 or 1", kind=_whole(0, 1), metavar="N")
+    parser.add_argument(
+        "--gms", action=argparse.BooleanOptionalAction, help="a memory service in each pod (default: yes)"
+    )
+    parser.add_argument(
+        "--keeper", action=argparse.BooleanOptionalAction, help="fork engines from a warm parent (default: yes)"
+    )
+    return parser
+
+
+def _from_environment(parser: _Parser, environment: Mapping[str, str]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for name in vars(UpOptions()):
+        variable = f"HOTSPARE_{name.upper()}"
+        given = environment.get(variable, "")
+        if not given:
+            continue
+        if name in _SWITCHES:
+            values[name] = _switch(variable, given)
+            continue
+        try:
+            parser.parse_args([f"--{name.replace('_', '-')}={given}"], namespace := argparse.Namespace())
+        except CliError as error:
+            raise CliError(f"{variable}={given}: {error}", code=error.code) from error
+        values.update(vars(namespace))
+    return values
+
+
+def _switch(variable: str, given: str) -> bool:
+    if given.lower() in _TRUE | _FALSE:
+        return given.lower() in _TRUE
+    raise CliError(f"{variable}={given}: should be true or false", code=ExitCode.BAD_CONFIGURATION)
+
+
+def _whole(least: int, most: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        if not text.isascii() or not text.isdigit() or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} to {most}")
+        return int(text)
+
+    return number
+
+
+def _unknown(argument: str, parser: _Parser) -> str:
+    if not argument.startswith("-"):
+        return f"unexpected argument {argument!r}; see hotspare up --help"
+    known = [name for action in parser._actions for name in action.option_strings]
+    near = difflib.get_close_matches(argument.partition("=")[0], known, n=1)
+    return f"unknown option {argument}; " + (f"did you mean {near[0]}?" if near else "see hotspare up --help")

@@ -1,0 +1,92 @@
+"""What ``up`` will start, worked out without starting anything."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from app.cli.plan import (
+    UpOptions,
+    base_url,
+    child_environment,
+    example_request,
+    fixed_pod,
+    free_pod,
+    gateway_arguments,
+    last_port,
+    pod_arguments,
+    ports_needed,
+    stop_limits,
+)
+
+
+def test_ports_are_those_of_the_contracts() -> None:
+    options = UpOptions(pods=3)
+    pod = fixed_pod(options, 2)
+    assert (pod.name, pod.serving, pod.admin, pod.gms_metrics) == ("pod-2", 8120, (8121, 8122), 8129)
+    assert last_port(options) == 8129
+    assert fixed_pod(UpOptions(shadows=0), 0).admin == (8101,)
+
+
+def test_any_free_ports() -> None:
+    options = UpOptions(base_port=0)
+    ports = [41, 42, 43, 44]
+    assert len(ports) == ports_needed(options)
+    pod = free_pod(0, ports)
+    assert sorted(pod.ports()) == ports
+    assert len(pod.admin) == 2
+
+
+def test_command_lines() -> None:
+    options = UpOptions(pods=2, engine="sim", run_dir=Path("/r"), host="0.0.0.0", keeper=False)
+    pods = [fixed_pod(options, index) for index in range(2)]
+    assert gateway_arguments(options, 8000, pods) == [
+        *("--port", "8000", "--host", "0.0.0.0"),
+        *("--workers", "127.0.0.1:8100,127.0.0.1:8110"),
+    ]
+    assert pod_arguments(options, pods[1]) == [
+        *("--pod", "pod-1", "--run-dir", "/r", "--host", "127.0.0.1", "--engine", "sim"),
+        *("--serving-port", "8110", "--admin-ports", "8111,8112", "--gms-metrics-port", "8119"),
+        *("--shadows", "1", "--gms", "--no-keeper"),
+    ]
+
+
+def test_children_inherit_everything_but_what_tells_them_apart() -> None:
+    environment = {"PATH": "/bin", "HOTSPARE_SIM_SEED": "1", "HOTSPARE_INSTANCE": "x", "hotspare_pod": "y"}
+    child = child_environment(environment, run_dir=Path("/r"), parent_pid=7, model=Path("/m"))
+    assert child == {
+        "PATH": "/bin",
+        "HOTSPARE_SIM_SEED": "1",
+        "HOTSPARE_RUN_DIR": "/r",
+        "HOTSPARE_PARENT_PID": "7",
+        "HOTSPARE_MODEL": "/m",
+    }
+
+
+def test_limits_follow_the_processes_own() -> None:
+    assert (stop_limits({}).gateway, stop_limits({}).pod) == (15.0, 25.0)
+    given = stop_limits({"HOTSPARE_DRAIN_TIMEOUT_SECONDS": "60", "HOTSPARE_GRACE_PERIOD_SECONDS": "90"})
+    assert (given.gateway, given.pod) == (70.0, 100.0)
+    assert stop_limits({"HOTSPARE_GRACE_PERIOD_SECONDS": "soon"}).pod == 25.0
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:8000"),
+        ("0.0.0.0", "http://127.0.0.1:8000"),
+        ("::", "http://[::1]:8000"),
+        ("gpu-1", "http://gpu-1:8000"),
+    ],
+)
+def test_base_url_is_one_that_a_client_can_use(host: str, url: str) -> None:
+    assert base_url(host, 8000) == url
+
+
+def test_the_example_survives_a_shell() -> None:
+    words = shlex.split(example_request("http://h:1", 'it\'s "mine"'))
+    assert words[:3] == ["curl", "-N", "http://h:1/v1/chat/completions"]
+    assert json.loads(words[-1])["model"] == 'it\'s "mine"'

@@ -1,0 +1,129 @@
+"""The status document, and how people see it."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from app.cli.fault import engine_with
+from app.cli.observe import Absence, EngineAnswer, WorkerReport, sum_private
+from app.cli.status import EngineStatus, GatewayStatus, GmsStatus, PodStatus, StatusDocument, pool_kind, routed_as
+from app.cli.status_table import duration, gateway_line, pod_line, render, size
+from tests.unit.cli.test_news import active, parked
+from workers.contract import Role
+
+MIB = 1024 * 1024
+
+SMAPS = b"""\
+55d0-55d9 r-xp 00000000 fd:01 123   /usr/bin/python3.11
+Size:                 36 kB
+Private_Clean:        12 kB
+Private_Dirty:         4 kB
+VmFlags: rd ex mr mw me
+7f00-7f10 rw-s 00000000 00:01 77    /memfd:gms:kv (deleted)
+Private_Clean:         0 kB
+Private_Dirty:     16384 kB
+7f10-7f20 rw-p 00000000 00:00 0
+Private_Clean:         0 kB
+Private_Dirty:       100 kB
+Private_Hugetlb:       0 kB
+"""
+
+
+def pod(**changes: object) -> PodStatus:
+    values: dict[str, object] = {
+        "pod": "pod-0",
+        "instance": "i",
+        "pid": 10,
+        "stale": False,
+        "serving_port": 8100,
+        "routed": WorkerReport(address="127.0.0.1:8100", state="UP", routable=True),
+        "gms": GmsStatus(
+            pid=11, answers=True, total_bytes=24 * MIB, bytes_by_pool={"kv": 16 * MIB, "weights": 8 * MIB}
+        ),
+        "engines": {
+            "a": EngineStatus(
+                role="ACTIVE", role_seconds=61.5, pid=4194303, admin_port=8101, restarts=0, epoch=12, inflight=64,
+                capacity=64, private_bytes=1024 * MIB, rss_bytes=2048 * MIB,
+            ),
+            "b": EngineStatus(role="gone", admin_port=8102, restarts=3),
+        },
+    }  # fmt: skip
+    return PodStatus(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def test_the_memory_services_pages_are_nobodys_private_memory() -> None:
+    assert sum_private(SMAPS) == (12 + 4 + 100) * 1024
+    assert sum_private(b"") == 0
+
+
+def test_a_weights_pool_is_called_by_its_kind() -> None:
+    assert [pool_kind(name) for name in ("weights/ab12", "kv", "kv_index")] == ["weights", "kv", "kv_index"]
+
+
+def test_the_gateways_entry_is_found_by_port() -> None:
+    other = WorkerReport(address="127.0.0.1:18100", state="DOWN", routable=False)
+    mine = WorkerReport(address="localhost:8100", state="UP", routable=True)
+    assert routed_as(pod(), (other, mine)) is mine
+    assert routed_as(pod(), (other,)) is None
+
+
+def test_the_table_fits_into_80_columns_and_is_not_cut() -> None:
+    from rich.console import Console
+
+    out = io.StringIO()
+    gateway = GatewayStatus(pid=9, host="127.0.0.1", port=8000, lifecycle="ready", inflight=1, waiting=0)
+    document = StatusDocument(run_dir="/r", gateway=gateway, pods=[pod()])
+    Console(file=out, width=80).print(render(document))
+    text = out.getvalue()
+    assert max(map(len, text.splitlines())) <= 80
+    assert "…" not in text
+    for word in ("pod-0", "ACTIVE", "1m 01s", "64/64", "1,024", "2,048", "4194303", "gone", "weights 8.0 MiB"):
+        assert word in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"gms": None}, "pod-0 on port 8100; gateway says UP, routable; no memory service"),
+        (
+            {"gms": GmsStatus(pid=1, answers=False), "routed": None},
+            "pod-0 on port 8100; memory service does not answer",
+        ),
+        (
+            {"stale": True, "routed": None, "gms": None},
+            "pod-0 on port 8100; its supervisor (pid 10) is gone: pod.json is stale; no memory service",
+        ),
+        (
+            {"routed": WorkerReport(address="h:8100", state="SUSPECT", routable=False), "gms": None},
+            "pod-0 on port 8100; gateway says SUSPECT, not routable; no memory service",
+        ),
+    ],
+)
+def test_a_pods_line(changes: dict[str, object], line: str) -> None:
+    assert pod_line(pod(**changes)) == line
+
+
+def test_a_gateways_line() -> None:
+    assert gateway_line(None) == "gateway: none in this folder"
+    silent = GatewayStatus(pid=9, host="h", port=1, lifecycle="silent")
+    assert gateway_line(silent) == "gateway h:1: silent (pid 9)"
+
+
+def test_numbers_for_people() -> None:
+    assert [size(None), size(0), size(1536 * 1024)] == ["", "0.0 MiB", "1.5 MiB"]
+    assert [duration(at) for at in (None, 0.04, 59.94, 61, 3700)] == ["", "0.0 s", "59.9 s", "1m 01s", "1h 01m"]
+
+
+def test_a_fault_finds_its_engine_by_role_and_prefers_the_newest_epoch() -> None:
+    answers: dict[str, EngineAnswer] = {
+        "a": active("a", pid=1, at=3, granted=1, epoch=4),
+        "b": active("b", pid=2, at=3, granted=2, epoch=5),
+        "c": parked("c", pid=3, at=3, since=1),
+        "d": Absence.GONE,
+    }
+    found = engine_with(Role.ACTIVE, answers)
+    assert found is not None
+    assert found.engine == "b"
+    assert engine_with(Role.DRAINING, answers) is None
