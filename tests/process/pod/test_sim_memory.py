@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -15,12 +16,13 @@ import pytest
 
 from gms.client import GmsClient, GmsError, LeaseMode
 from tests.process.pod.pods import ROOT
-from tests.support.processes import running
+from tests.support.processes import running, until, until_role
 from workers.engine import EngineMemory
 from workers.engines.sim import SimEngine
 from workers.engines.sim.memory import SimWeights, layout_key
 from workers.engines.sim.tokens import encode, expected_tokens
 from workers.memory import MemoryService
+from workers.ports import PortReservation
 from workers.settings import EngineSettings, SimSettings
 
 pytestmark = pytest.mark.process
@@ -137,6 +139,45 @@ def test_a_writer_that_fails_half_way_leaves_nothing_behind(service: MemoryServi
     assert weights.role == "writer"
     weights.close()
     weights.close()
+
+
+async def test_told_to_stop_while_it_waits_for_another_ones_weights(service: MemoryService) -> None:
+    async with engine(service):
+        pass  # other weights; what this process opens once, it has now
+    other = SIM.model_copy(update={"seed": 6})
+    before = sorted(os.listdir("/proc/self/fd"))
+    with service.connect() as writer:
+        writer.attach(f"weights/{layout_key(other)}", LeaseMode.RW, timeout_seconds=10)
+        settings = EngineSettings(engine="sim", capacity=4, sim=other)
+        made = SimEngine(settings, service, Path(service.socket).parent)
+        task = asyncio.create_task(made.initialize())
+        await asyncio.to_thread(until, lambda: made._weights._client, saying="it is connected")
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        async with asyncio.timeout(5):
+            await made.shutdown()
+            await asyncio.to_thread(until, lambda: not thread_runs("sim-weights"), saying="its wait has ended")
+    assert sorted(os.listdir("/proc/self/fd")) == before
+
+
+def thread_runs(name: str) -> bool:
+    return any(thread.name == name for thread in threading.enumerate())
+
+
+def test_told_to_stop_while_it_waits_for_the_memory_service(tmp_path: Path) -> None:
+    """There is no memory service: nothing waits for the end of the wait for it."""
+    with PortReservation() as serving, PortReservation() as admin:
+        env = {
+            "HOTSPARE_RUN_DIR": str(tmp_path / "run"),
+            "HOTSPARE_ENGINE": "sim",
+            "HOTSPARE_SERVING_PORT": str(serving.port),
+            "HOTSPARE_ADMIN_PORT": str(admin.port),
+        }
+        with running("engine", "workers", "engine", log_dir=tmp_path, env=env) as process:
+            until_role(admin.port, "INIT")
+            process.signal(signal.SIGTERM)
+            assert process.wait(seconds=5) == 0
 
 
 IN_A_PROCESS = """

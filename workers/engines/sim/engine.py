@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from enum import Enum
+from functools import partial
 from pathlib import Path
 
 from workers.engine import ASGIApp, EngineDeadError, EngineMemory
@@ -13,6 +14,7 @@ from workers.engines.sim.app import SimApp
 from workers.engines.sim.batch import SimRequest
 from workers.engines.sim.memory import SimKv, SimWeights
 from workers.engines.sim.scheduler import Scheduler
+from workers.engines.sim.threads import in_daemon_thread
 from workers.engines.sim.tokens import token_at
 from workers.memory import MemoryService
 from workers.settings import EngineSettings
@@ -65,19 +67,19 @@ class SimEngine:
         """Attach the weights and reserve the KV range; takes at least ``startup_seconds``."""
         ready_at = time.monotonic() + self._settings.sim.startup_seconds
         self._kv = SimKv(self._settings.sim, self._service, slots=self._settings.capacity)
-        await asyncio.to_thread(self._weights.attach)
+        await in_daemon_thread(self._weights.attach, name="sim-weights")
         await asyncio.sleep(max(0.0, ready_at - time.monotonic()))
         self._loop_task = asyncio.create_task(self._scheduler.run(), name="sim-steps")
         logger.debug("weights: %d bytes, %s", self._weights.size_bytes, self._weights.role)
 
     async def wake(self, *, epoch: int) -> None:
-        await asyncio.to_thread(self._initialized.map, epoch=epoch)
+        await in_daemon_thread(partial(self._initialized.map, epoch=epoch), name="sim-kv")
         self._scheduler.resume()
 
     async def park(self) -> None:
         """Requests that are still here wait for the next ``wake``; whoever serves them decides whether they end."""
         self._scheduler.pause()
-        await asyncio.to_thread(self._initialized.unmap)
+        await in_daemon_thread(self._initialized.unmap, name="sim-kv")
 
     def app(self) -> ASGIApp:
         return SimApp(self._scheduler, model=self.models[0], max_model_len=self._settings.sim.max_model_len)
@@ -121,8 +123,8 @@ class SimEngine:
             await asyncio.wait((task,))
         kv, self._kv = self._kv, None
         if kv is not None:
-            await asyncio.to_thread(kv.close)
-        await asyncio.to_thread(self._weights.close)
+            await in_daemon_thread(kv.close, name="sim-kv")
+        await in_daemon_thread(self._weights.close, name="sim-weights")
 
     @property
     def _initialized(self) -> SimKv:

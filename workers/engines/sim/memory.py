@@ -3,11 +3,15 @@
 Both are really used, so that what is wrong with memory shows: the next token is read out of the weights, and each one
 is written to the request's KV slot and read back. Pages that are not there end the process (SIGSEGV), as they would
 end a real engine. Without a memory service both are private memory. Calls block and belong in a thread.
+
+An engine may be told to stop while such a call still waits for the service. What is being mapped then stays so until
+the process ends, soon: taking pages away under a thread that writes to them would end it the hard way.
 """
 
 from __future__ import annotations
 
 import mmap
+import threading
 from hashlib import sha256
 
 import msgspec
@@ -43,6 +47,7 @@ class SimWeights:
     def __init__(self, settings: SimSettings, service: MemoryService | None) -> None:
         self._settings = settings
         self._service = service
+        self._attaching = threading.Lock()
         self._client: GmsClient | None = None
         self._range: Reservation | None = None
         self._private: mmap.mmap | None = None
@@ -58,6 +63,10 @@ class SimWeights:
             EngineConfigError: the pool holds something else.
             gms.client.GmsError: no service, no memory, or another writer that does not come to an end.
         """
+        with self._attaching:
+            self._attach()
+
+    def _attach(self) -> None:
         pattern = WeightsPattern(seed=self._settings.seed, size_bytes=self.size_bytes)
         if self._service is None:
             self._private = mmap.mmap(-1, self.size_bytes)
@@ -91,13 +100,18 @@ class SimWeights:
         return "reader"
 
     def close(self) -> None:
-        """Give the mapping and the lease back. Twice is fine."""
-        self.words = memoryview(b"").cast("Q")
-        if self._range is not None:
-            self._range.close()
+        """Give the mapping and the lease back, and end an ``attach`` that waits for its lease. Twice is fine."""
         if self._client is not None:
             self._client.close()
-        self._range = self._client = self._private = None
+        if not self._attaching.acquire(blocking=False):
+            return
+        try:
+            self.words = memoryview(b"").cast("Q")
+            if self._range is not None:
+                self._range.close()
+            self._range = self._client = self._private = None
+        finally:
+            self._attaching.release()
 
 
 class SimKv:
@@ -116,6 +130,7 @@ class SimKv:
                 f"sim.kv_bytes ({settings.kv_bytes}) is too small for a capacity of {slots} requests: "
                 f"it takes {slots * MIN_SLOT_WORDS * WORD_BYTES} bytes"
             )
+        self._mapping = threading.Lock()
         self._pages = None if service is None else KvMemory(service, size_bytes=self.size_bytes)
         self._private: mmap.mmap | None = None
         self._words: memoryview = memoryview(b"").cast("Q")
@@ -126,15 +141,20 @@ class SimKv:
 
     def map(self, *, epoch: int) -> None:
         """Put pages behind the range. Raises what ``KvMemory.map`` raises; nothing stays mapped then."""
-        if self._pages is None:
-            self._private = mmap.mmap(-1, self.size_bytes)
-            self._words = memoryview(self._private).cast("Q")
-        else:
-            self._pages.map(epoch=epoch)
-            self._words = _words(self._pages.range)
+        with self._mapping:
+            if self._pages is None:
+                self._private = mmap.mmap(-1, self.size_bytes)
+                self._words = memoryview(self._private).cast("Q")
+            else:
+                self._pages.map(epoch=epoch)
+                self._words = _words(self._pages.range)
 
     def unmap(self) -> None:
         """Take the pages away; the caller vouches that no step runs. Harmless if nothing is mapped."""
+        with self._mapping:
+            self._unmap()
+
+    def _unmap(self) -> None:
         self._private = None
         if self._pages is None:
             self._words = memoryview(b"").cast("Q")
@@ -142,10 +162,16 @@ class SimKv:
             self._pages.unmap()
 
     def close(self) -> None:
-        self.unmap()
-        self._words = memoryview(b"").cast("Q")
-        if self._pages is not None:
-            self._pages.close()
+        """Unmap and give the range back, unless a ``map`` still waits for its lease."""
+        if not self._mapping.acquire(blocking=False):
+            return
+        try:
+            self._unmap()
+            self._words = memoryview(b"").cast("Q")
+            if self._pages is not None:
+                self._pages.close()
+        finally:
+            self._mapping.release()
 
     def through(self, request: SimRequest, token: int) -> int:
         """Write a request's new token to its slot and return what the slot then holds.
