@@ -38,12 +38,10 @@ class Arbiter:
             pool = self._pools[request.pool] = kind(request.pool, self._generations)
         return self._tidy(request.pool, pool.request(request))
 
-    def release(self, client: int, pool: str, quiesced: bool) -> list[Action]:
-        return self._tidy(pool, self._pools[pool].leave(client, quiesced)) if pool in self._pools else []
-
-    def leave(self, client: int, proof: bool) -> list[Action]:
-        """The client's connection is gone (`proof`: and every process behind it). May be told again, with proof."""
-        return [action for name in list(self._pools) for action in self.release(client, name, proof)]
+    def release(self, client: int, pool: str, proof: bool) -> list[Action]:
+        """The client has no lease on the pool any more, nor a place in its queue; with `proof`, no mapping either. May
+        be told again, with proof, and of clients that hold nothing."""
+        return self._tidy(pool, self._pools[pool].leave(client, proof)) if pool in self._pools else []
 
     def commit(self, client: int, pool: str) -> list[Action]:
         return self._pools[pool].commit(client)

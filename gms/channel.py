@@ -23,8 +23,11 @@ SEND_SECONDS: Final = 10.0
 class Channel:
     """`on_lost` is called once, from the loop, when the peer is gone or broke the protocol while a request ran."""
 
-    def __init__(self, connection: socket.socket, on_lost: Callable[[], object]) -> None:
+    def __init__(
+        self, connection: socket.socket, on_lost: Callable[[], object], *, send_seconds: float = SEND_SECONDS
+    ) -> None:
         connection.setblocking(False)
+        self._send_seconds = send_seconds
         self._socket = connection
         self._loop = asyncio.get_running_loop()
         self._on_lost = on_lost
@@ -54,9 +57,9 @@ class Channel:
         return frame, fds
 
     async def send(self, frame: bytes, fds: list[int]) -> None:
-        """Raises OSError if the peer is gone, TimeoutError (an OSError) if it does not read within SEND_SECONDS."""
+        """Raises OSError if the peer is gone, TimeoutError (an OSError) if it does not read within `send_seconds`."""
         rest, rights = memoryview(frame), fdpass.rights(fds)
-        async with asyncio.timeout(SEND_SECONDS):
+        async with asyncio.timeout(self._send_seconds):
             while rest:
                 try:
                     rest = rest[self._socket.sendmsg([rest], rights) :]

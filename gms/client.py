@@ -115,7 +115,7 @@ class Lease:
         """
         granted = self._client._call(protocol.Commit(pool=self.pool, manifest=manifest), protocol.Granted)
         self.mode, self.fresh = granted.mode, granted.fresh
-        self.generation, self.manifest = granted.generation, granted.manifest
+        self.generation, self.manifest = granted.generation, manifest
 
     def release(self, *, quiesced: bool = False) -> None:
         """Gives the lease back. With `quiesced` the caller vouches that no process of it has the pages mapped any more,

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
 from gms import fdpass, protocol
-from gms.channel import Channel
+from gms.channel import SEND_SECONDS, Channel
 from gms.protocol import ErrorCode, GmsError
 from gms.service import Client, MemoryService
 
@@ -53,9 +53,18 @@ class Session:
 class Server:
     """Serves one MemoryService on a Unix socket. `start`, then `close`; both from the event loop."""
 
-    def __init__(self, service: MemoryService[Any], socket_path: str) -> None:
+    def __init__(
+        self,
+        service: MemoryService[Any],
+        socket_path: str,
+        *,
+        hello_seconds: float = HELLO_SECONDS,
+        send_seconds: float = SEND_SECONDS,
+    ) -> None:
         self._service = service
         self._path = socket_path
+        self._hello_seconds = hello_seconds
+        self._send_seconds = send_seconds
         self._loop = asyncio.get_running_loop()
         self._ids = itertools.count(1)
         self._sessions: dict[int, Session] = {}
@@ -93,6 +102,9 @@ class Server:
             log.warning("others may enter the socket's folder %s; make it 0700", folder)
         self._listener = listener
         self._loop.add_reader(listener, self._acceptable)
+
+    def status(self) -> protocol.Status:
+        return self._service.status()
 
     async def close(self) -> None:
         """Stops listening, ends all sessions, gives all memory back. May be called again, and without a start."""
@@ -139,10 +151,10 @@ class Server:
     async def _serve(self, connection: socket.socket) -> None:
         """A connection's life. Every way out, cancellation included, gives back what the client held."""
         task = cast("asyncio.Task[None]", asyncio.current_task())
-        channel = Channel(connection, task.cancel)
+        channel = Channel(connection, task.cancel, send_seconds=self._send_seconds)
         session: Session | None = None
         try:
-            async with asyncio.timeout(HELLO_SECONDS):
+            async with asyncio.timeout(self._hello_seconds):
                 session = await self._greet(channel, connection, task)
             while True:
                 await self._answer(channel, session.client)

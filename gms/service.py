@@ -16,6 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final, Generic, Protocol, TypeVar
 
+import msgspec
+
 from gms import protocol
 from gms.allocations import AllocationTable, Entry
 from gms.arbiter import Arbiter
@@ -80,7 +82,8 @@ class MemoryService(Generic[P]):
     def leave(self, client: int, *, proof: bool) -> bool:
         """The client's connection is gone; with `proof`, so are its processes. Returns whether proof is still wanted:
         then the caller goes on watching the processes and calls again."""
-        self._apply(self._arbiter.leave(client, proof))
+        for name in list(self._arbiter.pools):
+            self._end_lease(client, name, proof)
         wanted = self._arbiter.suspected(client)
         if not wanted:
             self._clients.pop(client, None)
@@ -173,11 +176,12 @@ class MemoryService(Generic[P]):
         self._table.put_manifest(message.pool, lease.generation, message.manifest)
         self._apply(self._arbiter.commit(client.id, message.pool))
         log.info("%s committed %s, generation %d", client.label, message.pool, lease.generation)
-        return self._granted(message.pool, LeaseMode.RO, lease.generation)
+        granted = self._granted(message.pool, LeaseMode.RO, lease.generation)
+        return msgspec.structs.replace(granted, manifest=b"")  # its sender has it
 
     def release(self, client: Client, message: protocol.Release) -> protocol.Done:
         """Harmless without a lease; `quiesced` counts as proof even then, for pages that a newer epoch left to us."""
-        self._apply(self._arbiter.release(client.id, message.pool, message.quiesced))
+        self._end_lease(client.id, message.pool, message.quiesced)
         return protocol.Done()
 
     def status(self) -> Status:
@@ -275,6 +279,13 @@ class MemoryService(Generic[P]):
                 f"The lease on {pool} is {lease.mode}, this needs {mode}; attach as a writer.",
             )
         return lease
+
+    def _end_lease(self, client: int, pool: str, proof: bool) -> None:
+        """Where there are no pages there is nothing to be proved."""
+        lease = self._arbiter.lease(client, pool)
+        if lease is not None and not self._arbiter.fenced(client, pool):
+            proof = proof or not self._table.entries(pool, lease.generation)
+        self._apply(self._arbiter.release(client, pool, proof))
 
     def _apply(self, actions: list[Action]) -> None:
         for action in actions:

@@ -35,6 +35,11 @@ class HostBackend:
     slice_bytes: Final = 64 * 1024 * 1024
 
     def create(self, tag: str, size_bytes: int) -> HostPages:
+        """Refuses what the machine plainly lacks before a page is touched: filling up to the very end would leave the
+        choice of a victim to the kernel. A container's own limit is not looked at; --memory-limit stands for it."""
+        available = _available_bytes()
+        if size_bytes > available:
+            raise OutOfMemoryError(f"{available} are available")
         try:
             fd = _memfd(f"gms:{tag}"[:200])
             try:
@@ -80,6 +85,14 @@ class HostBackend:
 
     def destroy(self, pages: HostPages) -> None:
         os.close(pages.fd)
+
+
+def _available_bytes() -> int:
+    with open("/proc/meminfo", encoding="ascii") as lines:
+        for line in lines:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return 1 << 62
 
 
 def _memfd(name: str) -> int:

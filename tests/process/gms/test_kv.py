@@ -50,9 +50,7 @@ def test_after_a_kill_the_next_epoch_has_the_same_pages(client: GmsClient, actor
     assert list(after.bytes_by_owner) == [f"engine test (pid {after.pools[0].leases[0].pid})"]
 
 
-def test_the_next_epoch_waits_for_the_death(
-    client: GmsClient, actor: Any, eventually: Callable[..., None]
-) -> None:
+def test_the_next_epoch_waits_for_the_death(client: GmsClient, actor: Any, eventually: Callable[..., None]) -> None:
     holder = hold(actor)
     heir = actor("""
         lease = connect("b").attach("kv", LeaseMode.RW, epoch=2)
@@ -100,7 +98,9 @@ except GmsError as error:
 
 
 def test_quiesced_release_hands_over_while_the_holder_lives(client: GmsClient, actor: Any) -> None:
-    holder = hold(actor, then='reservation.unmap(); lease.release(quiesced=True); say("released"); hear(); say("alive")')
+    holder = hold(
+        actor, then='reservation.unmap(); lease.release(quiesced=True); say("released"); hear(); say("alive")'
+    )
     holder.expect("released")
     lease = client.attach("kv", LeaseMode.RW, epoch=2, timeout_seconds=0)
     assert not lease.fresh

@@ -89,9 +89,9 @@ def test_readers_cannot_write_by_any_way(client: GmsClient, actor: Any) -> None:
 
         with writer.export("w") as ro:
             for fd in (ro.fd, rw.fd):  # the former writer's descriptor too
-                with pytest.raises(OSError, match="mmap|Operation|Permission"):
+                with pytest.raises(PermissionError):
                     mmap.mmap(fd, 4096, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
-                with pytest.raises(OSError):
+                with pytest.raises(OSError, match=r"Operation not permitted|Bad file descriptor"):
                     os.write(fd, b"x")
             reopened = os.open(f"/proc/self/fd/{ro.fd}", os.O_RDWR)
             try:

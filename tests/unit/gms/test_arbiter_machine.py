@@ -50,7 +50,7 @@ class ArbiterMachine(RuleBasedStateMachine):
     def hang_up(self, client: int) -> None:
         self.gone.add(client)
         self.waiting = {key: r for key, r in self.waiting.items() if r.client != client}
-        self.apply(self.arbiter.leave(client, proof=False))
+        self.leave(client, proof=False)
 
     @rule(client=CLIENTS)
     def die(self, client: int) -> None:
@@ -58,7 +58,7 @@ class ArbiterMachine(RuleBasedStateMachine):
         self.dead.add(client)
         self.waiting = {key: r for key, r in self.waiting.items() if r.client != client}
         self.unmap(client, None)
-        self.apply(self.arbiter.leave(client, proof=True))
+        self.leave(client, proof=True)
         assert not self.arbiter.suspected(client)
 
     @precondition(lambda self: self.gone)
@@ -84,6 +84,10 @@ class ArbiterMachine(RuleBasedStateMachine):
         self.now += seconds
         self.apply(self.arbiter.expire(self.now))
         assert all(request.deadline > self.now for request in self.waiting.values())
+
+    def leave(self, client: int, proof: bool) -> None:
+        for pool in list(self.arbiter.pools):
+            self.apply(self.arbiter.release(client, pool, proof))
 
     def unmap(self, client: int, pool: str | None) -> None:
         for (name, _), mapped in self.writable.items():

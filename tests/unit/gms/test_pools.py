@@ -33,6 +33,11 @@ def short(actions: list[Action]) -> list[str]:
     return words
 
 
+def leave(arbiter: Arbiter, client: int, proof: bool) -> list[Action]:
+    """The client's connection is gone, and with `proof` so are its processes."""
+    return [action for pool in list(arbiter.pools) for action in arbiter.release(client, pool, proof)]
+
+
 def state(arbiter: Arbiter, pool: str) -> PoolState:
     return arbiter.pools[pool].state if pool in arbiter.pools else PoolState.EMPTY
 
@@ -56,7 +61,7 @@ def read() -> Arbiter:
 
 def committed() -> Arbiter:
     arbiter = read()
-    arbiter.leave(W, proof=True)
+    leave(arbiter, W, proof=True)
     return arbiter
 
 
@@ -75,9 +80,9 @@ WEIGHT_EVENTS: dict[str, Event] = {
     "any": lambda a: a.attach(ask(N, WEIGHTS, ANY)),
     "again": lambda a: a.attach(ask(W, WEIGHTS, RW)),
     "commit": lambda a: a.commit(W, WEIGHTS),
-    "killed": lambda a: a.leave(W, proof=True),
-    "hung up": lambda a: a.leave(W, proof=False),
-    "released": lambda a: a.release(W, WEIGHTS, quiesced=True),
+    "killed": lambda a: leave(a, W, proof=True),
+    "hung up": lambda a: leave(a, W, proof=False),
+    "released": lambda a: a.release(W, WEIGHTS, proof=True),
     "late": lambda a: a.expire(99.0),
 }
 RAISES = ["raises"]
@@ -164,13 +169,13 @@ def kv_held() -> Arbiter:
 def kv_kept() -> Arbiter:
     """The holder died: pages stand, nobody holds them."""
     arbiter = kv_held()
-    arbiter.leave(W, proof=True)
+    leave(arbiter, W, proof=True)
     return arbiter
 
 
 def kv_unproved() -> Arbiter:
     arbiter = kv_held()
-    arbiter.leave(W, proof=False)
+    leave(arbiter, W, proof=False)
     return arbiter
 
 
@@ -194,9 +199,9 @@ KV_EVENTS: dict[str, Event] = {
     "newer": lambda a: a.attach(ask(N, KV, epoch=7)),
     "reader": lambda a: a.attach(ask(N, KV, RO, epoch=7)),
     "again": lambda a: a.attach(ask(W, KV, epoch=8)),
-    "killed": lambda a: a.leave(W, proof=True),
-    "hung up": lambda a: a.leave(W, proof=False),
-    "quiesced": lambda a: a.release(W, KV, quiesced=True),
+    "killed": lambda a: leave(a, W, proof=True),
+    "hung up": lambda a: leave(a, W, proof=False),
+    "quiesced": lambda a: a.release(W, KV, proof=True),
     "late": lambda a: a.expire(10.0),
 }
 KV_TABLE: dict[str, tuple[Callable[[], Arbiter], dict[str, tuple[list[str], str]]]] = {
@@ -332,7 +337,7 @@ def test_a_dead_writer_is_followed_by_the_first_that_can_write() -> None:
     arbiter.attach(ask(2, WEIGHTS, RO))
     arbiter.attach(ask(3, WEIGHTS, ANY))
     arbiter.attach(ask(4, WEIGHTS, RW))
-    assert short(arbiter.leave(W, proof=True)) == ["drop 1", "3 gets rw 2"]
+    assert short(leave(arbiter, W, proof=True)) == ["drop 1", "3 gets rw 2"]
     assert short(arbiter.commit(3, WEIGHTS)) == ["2 gets ro 2", "4 gets rw 3"]
 
 
@@ -341,7 +346,7 @@ def test_readers_keep_their_generation_and_its_last_one_takes_it_along() -> None
     assert short(arbiter.commit(W, WEIGHTS)) == []
     assert arbiter.lease(R, WEIGHTS) is not None
     assert arbiter.lease(R, WEIGHTS).generation == 1  # type: ignore[union-attr]
-    assert short(arbiter.leave(R, proof=False)) == ["drop 1"]
+    assert short(leave(arbiter, R, proof=False)) == ["drop 1"]
     assert short(arbiter.attach(ask(N, WEIGHTS, RO))) == ["3 gets ro 2"]
 
 
@@ -353,10 +358,10 @@ def test_a_commit_drops_a_generation_that_nobody_reads() -> None:
 
 def test_pages_of_a_writer_that_hung_up_wait_for_its_death() -> None:
     arbiter = writing()
-    assert short(arbiter.leave(W, proof=False)) == []
+    assert short(leave(arbiter, W, proof=False)) == []
     assert arbiter.suspected(W)
     assert short(arbiter.attach(ask(N, WEIGHTS, ANY))) == ["3 gets rw 2"]
-    assert short(arbiter.leave(W, proof=True)) == ["drop 1"]
+    assert short(leave(arbiter, W, proof=True)) == ["drop 1"]
     assert not arbiter.suspected(W)
 
 
@@ -375,7 +380,7 @@ def test_waiting_ends_in_a_refusal_that_says_why() -> None:
 
 def test_an_empty_weights_pool_is_forgotten() -> None:
     arbiter = writing()
-    arbiter.leave(W, proof=True)
+    leave(arbiter, W, proof=True)
     assert arbiter.pools == {}
 
 
@@ -396,8 +401,8 @@ def test_a_fenced_holder_has_no_lease_and_is_told_apart() -> None:
 
 def test_a_waiter_that_dies_leaves_its_fence() -> None:
     arbiter = kv_awaited()
-    arbiter.leave(R, proof=True)
-    arbiter.leave(W, proof=True)
+    leave(arbiter, R, proof=True)
+    leave(arbiter, W, proof=True)
     assert short(arbiter.attach(ask(N, KV, epoch=5))) == [f"3 refused {ErrorCode.STALE_EPOCH}"]
     assert short(arbiter.attach(ask(N, KV, epoch=6))) == ["3 gets rw 1"]
 
@@ -405,6 +410,6 @@ def test_a_waiter_that_dies_leaves_its_fence() -> None:
 def test_an_orphaned_holder_may_come_back_with_a_newer_epoch() -> None:
     arbiter = kv_orphaned()
     arbiter.attach(ask(W, KV, epoch=9))
-    assert short(arbiter.release(R, KV, quiesced=True)) == ["1 gets rw 2"]
-    assert short(arbiter.leave(W, proof=True)) == ["drop 1"]
+    assert short(arbiter.release(R, KV, proof=True)) == ["1 gets rw 2"]
+    assert short(leave(arbiter, W, proof=True)) == ["drop 1"]
     assert state(arbiter, KV) is PoolState.COMMITTED
