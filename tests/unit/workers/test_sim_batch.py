@@ -179,6 +179,8 @@ async def test_a_step_that_fails_ends_every_request_and_later_ones_too() -> None
             with pytest.raises(EngineDeadError, match="broken"):
                 await pull
     assert isinstance(scheduler.failure, EngineDeadError)
+    scheduler.resume()
+    scheduler.submit([1], max_tokens=1)
     assert not scheduler.busy
 
 

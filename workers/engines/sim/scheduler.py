@@ -101,8 +101,8 @@ class Scheduler:
             self._batch.remove(generation.request, now=asyncio.get_running_loop().time())
 
     def resume(self) -> None:
-        """Steps may be made from now on."""
-        self._may_step = True
+        """Steps may be made from now on, unless the engine failed."""
+        self._may_step = self.failure is None
         self._changed.set()
 
     def pause(self) -> None:
