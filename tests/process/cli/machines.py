@@ -1,0 +1,154 @@
+"""One ``hotspare up`` and what a test can see of it: its output, its run folder, and every process it led to."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from app.cli.status import look
+from tests.support.processes import MS, Process, gone, until
+
+ROOT = Path(__file__).parents[3]
+DEADLINE_SECONDS = 20_000 * MS
+UP = ("up", "--engine", "sim", "--port", "0", "--base-port", "0")
+
+
+def hotspare(
+    *arguments: str, env: Mapping[str, str] | None = None, cwd: Path = ROOT
+) -> subprocess.CompletedProcess[str]:
+    """One short command, to its end."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("HOTSPARE_")}
+    return subprocess.run(
+        [sys.executable, "-m", "app.cli.main", *arguments],
+        env={**clean, "PYTHONPATH": str(ROOT), **(env or {})},
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_SECONDS,
+        check=False,
+    )
+
+
+class Machine:
+    """``hotspare up`` in a process of its own."""
+
+    def __init__(self, run_dir: Path, log_dir: Path, flags: Sequence[str], env: Mapping[str, str]) -> None:
+        self.run_dir = run_dir
+        command = [sys.executable, "-m", "app.cli.main", *UP, "--run-dir", str(run_dir), *flags]
+        log = log_dir / f"up-{len(list(log_dir.glob('up-*.log')))}.log"
+        self.up = Process("hotspare up", command, env={"PYTHONPATH": str(ROOT), **env}, log=log)
+        self._seen: set[int] = set()
+
+    # --- what it says
+
+    def until_said(self, pattern: str) -> re.Match[str]:
+        """Wait until its output holds ``pattern``."""
+
+        def look() -> re.Match[str] | None:
+            found = re.search(pattern, self.up.output(), re.MULTILINE)
+            assert found or self.up.popen.poll() is None, f"ended without saying {pattern!r}:\n{self.up.output()}"
+            return found
+
+        try:
+            return until(look, saying=pattern, seconds=DEADLINE_SECONDS)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.up.output()}") from None
+
+    def until_ready(self) -> str:
+        """Wait until it says so; the API's base URL."""
+        return self.until_said(r"^ready after [\d.]+ s: (http://\S+)/v1$")[1]
+
+    def until_complete(self) -> str:
+        """Wait until every spare is parked, too; the API's base URL."""
+        url = self.until_ready()
+        for pod in self.status()["pods"]:
+            self.until_said(rf"{pod['pod']}: [ab] is parked")
+        return url
+
+    # --- what is there
+
+    def status(self) -> dict[str, Any]:
+        """The status document, without the half second that the command's imports take."""
+        return dict(msgspec.to_builtins(asyncio.run(look(self.run_dir))))
+
+    def status_command(self) -> dict[str, Any]:
+        """``hotspare status --json``."""
+        done = hotspare("status", "--json", "--run-dir", str(self.run_dir))
+        assert done.returncode == 0, done.stderr
+        return dict(json.loads(done.stdout))
+
+    def until_status(self, fits: Callable[[dict[str, Any]], bool], *, saying: str) -> dict[str, Any]:
+        """Ask for the status until it fits."""
+
+        def ask() -> dict[str, Any] | None:
+            status = self.status()
+            return status if fits(status) else None
+
+        return until(ask, saying=saying, seconds=DEADLINE_SECONDS)
+
+    def fault(self, what: str, pod: str = "pod-0") -> str:
+        done = hotspare("fault", what, pod, "--run-dir", str(self.run_dir))
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def descendants(self) -> set[int]:
+        """Every process that ``up`` led to so far and that could be found; remembers those it has found before."""
+        parents = _parents()
+        found = {self.up.pid, *self._seen}
+        while more := {pid for pid, parent in parents.items() if parent in found} - found:
+            found |= more
+        self._seen = found - {self.up.pid}
+        return self._seen
+
+    def pid_of(self, name: str) -> int:
+        """A child of ``up`` by its log's name: gateway, pod-0, ..."""
+        if name == "gateway":
+            return int(json.loads((self.run_dir / "gateway.json").read_text())["pid"])
+        return int(json.loads((self.run_dir / name / "pod.json").read_text())["pid"])
+
+    def left(self) -> list[str]:
+        """Files in the run folder, logs not counted."""
+        names = (str(path.relative_to(self.run_dir)) for path in self.run_dir.rglob("*"))
+        return sorted(name for name in names if name.partition("/")[0] != "logs")
+
+    def assert_all_gone(self) -> None:
+        """No process that was ever seen is left after 5 seconds."""
+        left = {pid: _command(pid) for pid in self._seen if not gone(pid)}
+        assert not left, left
+
+    def end(self) -> None:
+        self.descendants()
+        self.up.end()
+        self.assert_all_gone()
+
+
+StartUp = Callable[..., Machine]
+"""``start_up("--pods", "2", HOTSPARE_X="...")``: flags of ``up``, and settings."""
+
+
+def _parents() -> dict[int, int]:
+    parents = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                stat = Path(f"/proc/{entry}/stat").read_bytes()
+            except OSError:
+                continue
+            parents[int(entry)] = int(stat.rpartition(b")")[2].split()[1])
+    return parents
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return "gone by now"

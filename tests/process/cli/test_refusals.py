@@ -1,0 +1,140 @@
+"""What cannot work is refused with one sentence, and nothing runs or lies around afterwards."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.process.cli.machines import UP, StartUp, hotspare
+
+pytestmark = pytest.mark.process
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield listener.getsockname()[1]
+
+
+def refused(run_dir: Path, *flags: str, cwd: Path | None = None, **env: str) -> str:
+    """The sentence with which ``up`` refuses; checks the rest."""
+    done = hotspare(*UP, "--run-dir", str(run_dir), *flags, env=env, **({"cwd": cwd} if cwd else {}))
+    assert done.returncode == 2, done
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert not run_dir.exists()
+    return done.stderr.removeprefix("hotspare up: ").rstrip()
+
+
+def test_a_port_in_use(tmp_path: Path, taken_port: int) -> None:
+    assert refused(tmp_path / "run", "--port", str(taken_port)) == (
+        f"port {taken_port} on 127.0.0.1 (the gateway's port) is in use; free it, or choose another with --port"
+    )
+    sentence = refused(tmp_path / "run", "--base-port", str(taken_port - 1))
+    assert sentence == (
+        f"port {taken_port} on 127.0.0.1 (pod-0's engine a) is in use; free it, or choose another with --base-port"
+    )
+
+
+def test_ports_that_cannot_be(tmp_path: Path) -> None:
+    assert "would need port 65549, and the last one is 65535" in refused(
+        tmp_path / "run", "--base-port", "65500", "--pods", "5"
+    )
+    assert "cannot be both pod-0's (engine a) and the gateway's" in refused(
+        tmp_path / "run", "--port", "18001", "--base-port", "18000"
+    )
+    assert refused(tmp_path / "run", "--host", "203.0.113.1").startswith("no port can be had on 203.0.113.1: ")
+
+
+def test_an_unknown_option_and_an_unknown_variable(tmp_path: Path) -> None:
+    assert refused(tmp_path / "run", "--podz", "2") == "unknown option --podz; did you mean --pods?"
+    assert refused(tmp_path / "run", HOTSPARE_MAX_INFLIHGT="2").endswith("did you mean HOTSPARE_MAX_INFLIGHT?")
+
+
+def test_a_run_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert "cannot be used: Not a directory" in refused(tmp_path / "file" / "run")
+
+
+def test_a_run_folder_that_is_taken(start_up: StartUp) -> None:
+    machine = start_up()
+    machine.until_ready()
+    done = hotspare(*UP, "--run-dir", str(machine.run_dir))
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"hotspare up: another `hotspare up` (pid {machine.up.pid}) runs in {machine.run_dir}; "
+        "stop it, or choose another folder with --run-dir\n"
+    )
+    assert machine.status()["gateway"]["lifecycle"] == "ready"
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "who"),
+    [
+        ("HOTSPARE_MAX_INFLIGHT", "0", "gateway"),
+        ("HOTSPARE_GRACE_PERIOD_SECONDS", "1", "pod-0"),
+        ("HOTSPARE_CAPACITY", "0", "pod-0"),
+    ],
+)
+def test_a_process_that_refuses_its_settings(tmp_path: Path, variable: str, value: str, who: str) -> None:
+    done = hotspare(*UP, "--run-dir", str(tmp_path / "run"), env={variable: value})
+    assert done.returncode == 2, done
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(f"hotspare up: {who} ended by itself (exit code 2): ")
+    assert variable.removeprefix("HOTSPARE_").lower() in last.lower()
+    assert not (tmp_path / "run").exists()
+
+
+def test_status_and_fault_where_nothing_runs(tmp_path: Path) -> None:
+    for arguments in (["status"], ["status", "--json"], ["status", "--watch"]):
+        done = hotspare(*arguments, "--run-dir", str(tmp_path))
+        assert (done.returncode, done.stdout) == (1, "")
+        assert done.stderr.startswith(f"hotspare status: no pod runs in {tmp_path}; ")
+    done = hotspare("fault", "kill-active", "pod-7", "--run-dir", str(tmp_path))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == f"hotspare fault: there is no pod 'pod-7' in {tmp_path} (pods there: none)\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_fault_that_nobody_can_suffer(start_up: StartUp) -> None:
+    machine = start_up("--shadows", "0", "--no-gms")
+    machine.until_ready()
+    done = hotspare("fault", "kill-shadow", "pod-0", "--run-dir", str(machine.run_dir))
+    assert (done.returncode, done.stderr) == (
+        1,
+        "hotspare fault: no engine of pod-0 is STANDBY now (a is ACTIVE); nothing was done\n",
+    )
+    done = hotspare("fault", "kill-gms", "pod-0", "--run-dir", str(machine.run_dir))
+    assert (done.returncode, done.stderr) == (
+        1,
+        "hotspare fault: pod-0 runs without a memory service; nothing was done\n",
+    )
+    done = hotspare("fault", "kill-active", "pod-1", "--run-dir", str(machine.run_dir))
+    assert "(pods there: pod-0)" in done.stderr
+
+
+def test_a_folder_with_an_app_of_its_own(tmp_path: Path) -> None:
+    """``python -m app`` from a folder that holds somebody else's ``app`` package must run ours."""
+    (tmp_path / "app").mkdir()
+    (tmp_path / "app" / "__init__.py").write_text("raise SystemExit('not this one')")
+    script = "import sys; sys.path.remove(''); from app.cli.main import main; sys.exit(main())"
+    done = subprocess.run(
+        [sys.executable, "-c", script, "gateway", "--port", "x"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=20,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
+    )
+    assert done.returncode == 2
+    assert "hotspare gateway: " in done.stderr
+    assert "not this one" not in done.stderr

@@ -1,0 +1,171 @@
+"""``hotspare up``, whole: a start, a failover, a stop, and every way to be killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from tests.process.cli.machines import StartUp
+from tests.support.processes import until
+
+pytestmark = pytest.mark.process
+
+
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+
+
+def chat(url: str) -> str:
+    body = {"model": "sim", "messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 8}
+    answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=20, trust_env=False)
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["choices"][0]["message"]["content"])
+
+
+def roles(status: dict[str, Any], pod: int = 0) -> dict[str, str]:
+    return {name: engine["role"] for name, engine in status["pods"][pod]["engines"].items()}
+
+
+def test_a_life(start_up: StartUp) -> None:
+    machine = start_up()
+    url = machine.until_complete()
+    said = chat(url)
+    before = machine.status_command()
+    assert sorted(roles(before).values()) == ["ACTIVE", "STANDBY"]
+    assert before["pods"][0]["routed"]["routable"]
+    machine.descendants()
+
+    assert machine.fault("kill-active").startswith("sent SIGKILL to engine ")
+    machine.until_said(r"pod-0: [ab] is active, epoch 2, [\d.]+ ms after it got the lock")
+    machine.until_said(r"pod-0: [ab] is parked again, redundancy restored after [\d.]+ s")
+    assert chat(url) == said
+    after = machine.status_command()
+    assert roles(after) == {name: {"ACTIVE": "STANDBY", "STANDBY": "ACTIVE"}[r] for name, r in roles(before).items()}
+    machine.descendants()
+
+    machine.up.signal(signal.SIGINT)
+    assert machine.up.wait() == 0
+    assert "stopped after" in machine.up.output().splitlines()[-1]
+    machine.assert_all_gone()
+    assert machine.left() == []
+    assert sorted(path.name for path in (machine.run_dir / "logs").iterdir()) == ["gateway.log", "pod-0.log"]
+
+
+def test_the_printed_command_works(start_up: StartUp) -> None:
+    machine = start_up("--no-gms", "--no-keeper", "--shadows", "0")
+    machine.until_ready()
+    command = machine.until_said(r"^  (curl .*)$")[1]
+    done = subprocess.run(
+        [*shlex.split(command), "--silent", "--noproxy", "*"], capture_output=True, text=True, timeout=20, check=True
+    )
+    events = [line.removeprefix("data: ") for line in done.stdout.splitlines() if line.startswith("data: ")]
+    assert events[-1] == "[DONE]"
+    assert json.loads(events[0])["object"] == "chat.completion.chunk"
+    pod = machine.status()["pods"][0]
+    assert (pod["gms"], list(pod["engines"])) == (None, ["a"])
+
+
+def test_two_pods(start_up: StartUp) -> None:
+    machine = start_up("--pods", "2")
+    machine.until_complete()
+    status = machine.status()
+    assert [pod["pod"] for pod in status["pods"]] == ["pod-0", "pod-1"]
+    assert status["pods"][0]["instance"] != status["pods"][1]["instance"]
+    machine.descendants()
+    # One pod may go; with the last one everything ends.
+    first, second = machine.pid_of("pod-0"), machine.pid_of("pod-1")
+    kill(first)
+    machine.until_said(r"pod-0 ended by itself \(killed by SIGKILL\).*the other pods go on")
+    assert machine.status()["pods"][0]["stale"]
+    kill(second)
+    assert machine.up.wait() == 1
+    machine.assert_all_gone()
+    assert machine.left() == []
+
+
+def test_sigterm_while_it_starts(start_up: StartUp) -> None:
+    machine = start_up()
+    until(lambda: (machine.run_dir / "logs" / "pod-0.log").exists(), saying="the pod is being started")
+    machine.descendants()
+    machine.up.signal(signal.SIGTERM)
+    assert machine.up.wait() == 0
+    machine.assert_all_gone()
+    assert machine.left() == []
+
+
+def test_a_second_signal_ends_everything_at_once(start_up: StartUp) -> None:
+    machine = start_up(HOTSPARE_SIM_TTFT_SECONDS="60", HOTSPARE_DRAIN_TIMEOUT_SECONDS="14")
+    url = urlsplit(machine.until_complete())
+    machine.descendants()
+    body = json.dumps({"model": "sim", "messages": [{"role": "user", "content": "?"}]})
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: h\r\ncontent-length: {len(body)}"
+    with socket.create_connection((url.hostname, url.port)) as client:
+        client.sendall(f"{head}\r\ncontent-type: application/json\r\n\r\n{body}".encode())
+        machine.until_status(lambda status: status["gateway"]["inflight"] == 1, saying="a request is in flight")
+        machine.up.signal(signal.SIGINT)
+        machine.until_said("stopping: the gateway drains")
+        machine.up.signal(signal.SIGINT)
+        assert machine.up.wait() == 70
+    assert "stopped by force" in machine.up.output().splitlines()[-1]
+    machine.assert_all_gone()
+    assert machine.left() == []
+
+
+@pytest.mark.parametrize("victim", ["up", "gateway", "pod-0"])
+def test_whoever_is_killed_leaves_no_orphan(start_up: StartUp, victim: str) -> None:
+    machine = start_up()
+    machine.until_complete()
+    assert len(machine.descendants()) == 7  # gateway, pod, gms, two keepers, two engines
+    kill(machine.up.pid if victim == "up" else machine.pid_of(victim))
+    code = machine.up.wait()
+    machine.assert_all_gone()
+    if victim != "up":
+        assert code == 1
+        assert f"hotspare up: {victim} ended by itself (killed by SIGKILL)" in machine.up.output()
+        assert machine.left() == []
+
+
+def test_a_run_after_a_killed_one_is_like_any_other(start_up: StartUp) -> None:
+    first = start_up()
+    first.until_complete()
+    first.descendants()
+    kill(first.up.pid)
+    first.up.wait()
+    first.assert_all_gone()
+    assert "pod-0/pod.json" in first.left()
+    assert first.status()["pods"][0]["stale"]
+
+    second = start_up()
+    second.until_complete()
+    assert not second.status()["pods"][0]["stale"]
+    second.up.signal(signal.SIGTERM)
+    assert second.up.wait() == 0
+    assert second.left() == []
+
+
+def test_a_killed_memory_service_comes_back_and_leaves_no_orphan(start_up: StartUp) -> None:
+    machine = start_up()
+    machine.until_complete()
+    machine.descendants()
+    old = machine.status()["pods"][0]["gms"]["pid"]
+    assert machine.fault("kill-gms") == f"sent SIGKILL to the memory service of pod-0, process {old}\n"
+
+    def is_back(status: dict[str, Any]) -> bool:
+        gms = status["pods"][0]["gms"]
+        return bool(gms["answers"] and gms["pid"] != old)
+
+    machine.until_status(is_back, saying="another memory service answers")
+    machine.descendants()
+    machine.up.signal(signal.SIGTERM)
+    machine.up.wait()
+    machine.assert_all_gone()
+    assert machine.left() == []
