@@ -2,12 +2,14 @@
 
 Each engine serves its application on a Unix socket in its own runtime folder, together with a few control routes that
 call the engine as ``workers.life`` would. Started as ``python -m tests.engine.vllm.driver``; ends with its input.
+Says on standard output, a JSON object a line: a ``Ready``, then per engine a ``Forked`` and later a ``Report``.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import signal
 import sys
@@ -20,12 +22,10 @@ from typing import Any
 import msgspec
 
 from workers.asgi import respond_json
-from workers.engine import EngineConfigError
 from workers.memory import MemoryService
 from workers.settings import EngineSettings
 
 SOCKET_NAME = "http.sock"
-REPORT_NAME = "report.json"
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,42 +37,65 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     service: MemoryService | None = None
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine writes into its runtime folder, whole, once it is parked or has failed."""
+class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The parent is ready to fork."""
 
+    seconds: float
+    threads: int
+
+
+class Forked(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """An engine's process exists."""
+
+    name: str
+    pid: int
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """An engine is parked and serves, or has failed."""
+
+    name: str
     error: str = ""
     message: str = ""
     seconds: float = 0.0
+    """From fork to parked."""
     longest_pause: float = 0.0
     """Between two turns of the event loop while the engine was initialised, in seconds."""
+
+
+Line = Ready | Forked | Report
 
 
 def main() -> None:
     from workers.engines.vllm.preload import preload
 
+    started = time.monotonic()
     preload(EngineSettings.model_validate_json(sys.argv[1]))
-    print(f"ready {len(os.listdir('/proc/self/task'))}", flush=True)
+    gc.collect()
+    gc.freeze()
+    _say(Ready(seconds=time.monotonic() - started, threads=len(os.listdir("/proc/self/task"))))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps
     children = []
     for line in sys.stdin:
         order = msgspec.json.decode(line, type=Order)
+        forked_at = time.monotonic()
         pid = os.fork()
         if pid == 0:
-            _child(order)
+            _child(order, forked_at)
         children.append(pid)
-        print(pid, flush=True)
+        _say(Forked(name=order.name, pid=pid))
     for pid in children:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 
-def _child(order: Order) -> None:
+def _child(order: Order, forked_at: float) -> None:
     code = 1
     try:
         os.close(0)
         import uvloop
 
-        uvloop.run(_engine(order))
+        uvloop.run(_engine(order, forked_at))
         code = 0
     except BaseException:
         traceback.print_exc()
@@ -80,7 +103,7 @@ def _child(order: Order) -> None:
         os._exit(code)
 
 
-async def _engine(order: Order) -> None:
+async def _engine(order: Order, forked_at: float) -> None:
     import uvicorn
 
     from workers.engines.vllm.engine import VllmEngine
@@ -88,13 +111,11 @@ async def _engine(order: Order) -> None:
     runtime_dir = Path(order.runtime_dir)
     engine = VllmEngine(EngineSettings.model_validate(order.settings), order.service, runtime_dir)
     pauses = asyncio.create_task(_longest_pause())
-    started = time.monotonic()
     try:
         await engine.initialize()
     except Exception as error:
         traceback.print_exc()
-        kind = EngineConfigError if isinstance(error, EngineConfigError) else type(error)
-        _report(runtime_dir, Report(error=kind.__name__, message=str(error)))
+        _say(Report(name=order.name, error=type(error).__name__, message=str(error)))
         await engine.shutdown()
         return
     pauses.cancel()
@@ -102,12 +123,13 @@ async def _engine(order: Order) -> None:
     config = uvicorn.Config(
         _Control(engine), uds=str(runtime_dir / SOCKET_NAME), lifespan="on", log_level="warning", access_log=False
     )
-    server = uvicorn.Server(config)
-    serving = asyncio.create_task(server.serve())
-    while not server.started and not serving.done():
-        await asyncio.sleep(0.001)
-    _report(runtime_dir, Report(seconds=time.monotonic() - started, longest_pause=longest))
-    await serving
+
+    class Server(uvicorn.Server):
+        async def startup(self, sockets: Any = None) -> None:
+            await super().startup(sockets)
+            _say(Report(name=order.name, seconds=time.monotonic() - forked_at, longest_pause=longest))
+
+    await Server(config).serve()
     await engine.shutdown()
 
 
@@ -121,10 +143,8 @@ async def _longest_pause() -> float:
         return max(longest, time.monotonic() - before)
 
 
-def _report(runtime_dir: Path, report: Report) -> None:
-    unfinished = runtime_dir / f"{REPORT_NAME}.new"
-    unfinished.write_bytes(msgspec.json.encode(report))
-    unfinished.rename(runtime_dir / REPORT_NAME)
+def _say(line: Line) -> None:
+    os.write(1, msgspec.json.encode(line) + b"\n")  # one write, so that lines of several processes do not mix
 
 
 class _Control:

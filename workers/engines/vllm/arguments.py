@@ -129,6 +129,7 @@ def parse(settings: EngineSettings, folder: Path) -> argparse.Namespace:
         f"--max-model-len={settings.max_model_len}",
         f"--dtype={settings.dtype}",
         f"--kv-cache-memory-bytes={settings.kv_cache_bytes}",
+        f"--max-num-seqs={settings.capacity}",  # the gate lets no more in, and buffers are sized by it
         "--enforce-eager",
         "--disable-log-stats",
         "--disable-fastapi-docs",

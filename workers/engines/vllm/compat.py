@@ -42,6 +42,10 @@ _DEFAULTS: Final = {
     "MKL_NUM_THREADS": "1",
     "NUMEXPR_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
+    # Some samplers are decorated with torch.compile even in eager mode: the first request that asks for logprobs would
+    # run a C++ compiler for many seconds, and leave its output in the temp folder.
+    "TORCH_COMPILE_DISABLE": "1",
+    "TORCHDYNAMO_DISABLE": "1",
 }
 _UNSET: Final = (
     # Overrides --kv-cache-memory-bytes, so that the pair's KV caches would not match the settings.
@@ -132,10 +136,8 @@ class _CpuDistributionFinder(DistributionFinder):
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> None:
         return None
 
-    def find_distributions(
-        self, context: DistributionFinder.Context = DistributionFinder.Context()
-    ) -> Iterator[Distribution]:
-        if context.name == DISTRIBUTION:
+    def find_distributions(self, context: DistributionFinder.Context | None = None) -> Iterator[Distribution]:
+        if context is not None and context.name == DISTRIBUTION:
             yield _CpuDistribution(metadata.distribution(CPU_DISTRIBUTION))
 
 

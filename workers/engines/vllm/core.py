@@ -13,9 +13,9 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, InvalidStateError
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
@@ -28,7 +28,6 @@ from workers.engines.vllm.arguments import Placement
 logger = logging.getLogger(__name__)
 
 _STOP_SECONDS: Final = 5.0
-_T = TypeVar("_T")
 
 
 class Addresses:
@@ -43,8 +42,8 @@ class Addresses:
         return {"input_address": self.input, "output_address": self.output}
 
 
-class _Executor(UniProcExecutor):  # type: ignore[misc]
-    """One worker in this thread, whose rendezvous file lies in the runtime folder and not in the system's temp folder."""
+class _Executor(UniProcExecutor):
+    """One worker in this thread; its rendezvous file lies in the runtime folder, not in the system's temp folder."""
 
     def _distributed_args(self) -> tuple[str, int, int]:
         placement = Placement.from_config(self.vllm_config.additional_config)
@@ -79,7 +78,7 @@ class _Call:
             self.future.set_result(done.result())
 
 
-class _Core(EngineCoreProc):  # type: ignore[misc]
+class _Core(EngineCoreProc):
     """The core with its handshake answered, its steps counted, and calls accepted beside the client's requests."""
 
     def __init__(self, vllm_config: Any, addresses: Addresses) -> None:
@@ -132,7 +131,7 @@ class CoreThread:
         return self._core.steps if self._core is not None else 0
 
     def kv_usage(self) -> float:
-        """Share of KV blocks in use. Reads two counters of the core's thread; a value that is a step old does no harm."""
+        """Share of KV blocks in use. Reads counters of the core's thread; a value that is a step old does no harm."""
         return float(self._core.scheduler.get_kv_cache_usage()) if self._core is not None else 0.0
 
     async def start(self) -> None:
@@ -212,10 +211,8 @@ class CoreThread:
             self._ended = error
             calls = list(self._calls)
         for call in calls:
-            try:
+            with suppress(InvalidStateError):  # answered already, or given up by its caller
                 call.future.set_exception(EngineDeadError(self._epitaph()))
-            except InvalidStateError:
-                pass  # answered, or given up by its caller
         if not isinstance(error, SystemExit):
             logger.error("vLLM's engine core died", exc_info=error)
             core._send_engine_dead()

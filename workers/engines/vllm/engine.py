@@ -11,6 +11,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from gms.client import GmsError
 from workers.engine import ASGIApp, EngineConfigError, EngineDeadError, EngineMemory
 from workers.engines.vllm import arguments
 from workers.engines.vllm.preload import import_all
@@ -30,8 +31,8 @@ class VllmEngine:
     """Implements ``workers.engine.Engine``."""
 
     def __init__(self, settings: EngineSettings, service: MemoryService | None, runtime_dir: Path) -> None:
-        """``service`` None: private weights and KV cache. ``runtime_dir`` exists, is this engine's alone, and is removed
-        by whoever made it; sockets lie in it."""
+        """``service`` None: private weights and KV cache. ``runtime_dir`` exists, is this engine's alone, and goes with
+        whoever made it; sockets lie in it."""
         self.models: tuple[str, ...] = ()
         self._settings = settings
         self._service = service
@@ -64,8 +65,10 @@ class VllmEngine:
         self._core = CoreThread(config, addresses)
         try:
             await self._core.start()
-        except MemoryError as error:
-            raise EngineConfigError(f"not enough memory for the weights: {arguments.one_line(error)}") from error
+        except GmsError:
+            raise  # says itself what happened, and whether a retry can help
+        except Exception as error:
+            raise _start_failure(error) from error
         self._llm = await asyncio.to_thread(
             AsyncLLM.from_vllm_config,
             config,
@@ -162,6 +165,20 @@ class VllmEngine:
         namespace = arguments.parse(self._settings, folder)
         placement = arguments.Placement(runtime_dir=str(self._runtime_dir), service=self._service)
         return namespace, arguments.create_config(namespace, placement)
+
+
+def _start_failure(error: Exception) -> Exception:
+    """What stopped vLLM while it built the engine, told apart: settings and model are for a person to change, anything
+    else may pass."""
+    text = arguments.one_line(error)
+    if isinstance(error, MemoryError) or "allocate memory" in text:  # the latter is torch's, as a RuntimeError
+        return EngineConfigError(f"not enough memory for the weights: {text}")
+    if (
+        isinstance(error, ValueError | KeyError | OSError | AssertionError)
+        or "safetensor" in type(error).__name__.lower()
+    ):
+        return EngineConfigError(f"vLLM cannot load this model: {type(error).__name__}: {text}")
+    return error
 
 
 def _memory_of(core: Any) -> EngineMemory:

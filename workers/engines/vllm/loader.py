@@ -42,7 +42,7 @@ def weights_of(model: Any) -> WeightsMemory | None:
     return hold if isinstance(hold, WeightsMemory) else None
 
 
-class GmsModelLoader(BaseModelLoader):  # type: ignore[misc]
+class GmsModelLoader(BaseModelLoader):
     """Registered as load format ``gms`` (``plugin.register``)."""
 
     def __init__(self, load_config: Any) -> None:

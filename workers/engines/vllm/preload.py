@@ -10,7 +10,6 @@ import importlib
 import logging
 import os
 import time
-from pathlib import Path
 from typing import Final
 
 from workers.engine import EngineConfigError
@@ -60,7 +59,7 @@ def import_all() -> None:
 
 
 def preload(settings: EngineSettings) -> None:
-    """Everything up to the point where threads begin: modules, model class, tokenizer class, one parse of the arguments.
+    """Everything up to the point where threads begin: modules, model class, tokenizer, arguments, the app's schemas.
 
     A bad model folder or argument is not judged here: the engine that is forked later says so, in its own life.
 
@@ -81,13 +80,18 @@ def preload(settings: EngineSettings) -> None:
 
 
 def _rehearse(settings: EngineSettings) -> None:
+    from vllm.entrypoints.launchers.app import build_app
+    from vllm.tokenizers import cached_tokenizer_from_config
+
     folder = arguments.model_folder(settings)
     arguments.register_model_class(list(arguments.read_model_config(folder).get("architectures") or ()))
     namespace = arguments.parse(settings, folder)
-    arguments.create_config(namespace, arguments.Placement(runtime_dir=str(Path(os.devnull).parent)))
-    from vllm.tokenizers import get_tokenizer
-
+    config = arguments.create_config(namespace, arguments.Placement(runtime_dir=os.devnull))
     try:
-        get_tokenizer(str(folder))
+        # vLLM keeps the tokenizer by its arguments: the engines find it in its cache.
+        tokenizer = cached_tokenizer_from_config(config.model_config)
+        if getattr(tokenizer, "chat_template", None):
+            tokenizer.apply_chat_template([{"role": "user", "content": "hello"}], tokenize=False)
+        build_app(namespace, ("generate",), config.model_config)
     except Exception as error:
-        raise EngineConfigError(f"no tokenizer: {arguments.one_line(error)}") from error
+        raise EngineConfigError(f"cannot rehearse a start: {arguments.one_line(error)}") from error

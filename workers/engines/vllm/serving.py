@@ -7,6 +7,7 @@ adapters, aborting others' requests) would let one of them break the failover, s
 from __future__ import annotations
 
 import argparse
+import asyncio
 import logging
 from collections.abc import MutableMapping
 from typing import Any, Final
@@ -34,6 +35,7 @@ _SERVED_UNDER: Final = (
 )
 _WARM_UP_PROMPT: Final = "Say hello to the user in one short sentence."
 _WARM_UP_TOKENS: Final = 4
+_WARM_UP_SECONDS: Final = 60.0
 
 
 class _NoServer:
@@ -49,8 +51,8 @@ class _NoServer:
 class EngineApp:
     """vLLM's application as the caller serves it: any number of times, with the ASGI lifespan on or off.
 
-    vLLM's own lifespan deletes the application's state when a server stops; after a hand-over that is taken back the same
-    application is served again, so lifespan events are answered here and never reach it.
+    vLLM's own lifespan deletes the application's state when a server stops; after a hand-over that is taken back the
+    same application is served again, so lifespan events are answered here and never reach it.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -69,7 +71,7 @@ class EngineApp:
 
 async def build(llm: Any, namespace: argparse.Namespace, tasks: Any) -> EngineApp:
     """The application over a running AsyncLLM, with the routes that are for clients."""
-    app = build_app(namespace, tasks, llm.model_config)
+    app = await asyncio.to_thread(build_app, namespace, tasks, llm.model_config)
     app.router.routes[:] = [route for route in app.router.routes if is_served(getattr(route, "path", ""))]
     await init_app_state(llm, app.state, namespace, tasks)
     app.state.server = _NoServer()
@@ -95,7 +97,7 @@ async def warm_up(app: ASGIApp, *, model: str, tasks: Any) -> None:
     text = {"model": model, "prompt": _WARM_UP_PROMPT, "max_tokens": _WARM_UP_TOKENS, "ignore_eos": True}
     sampled = {"temperature": 0.7, "top_p": 0.9, "seed": 1}
     streamed = {"stream": True, "stream_options": {"include_usage": True}, "temperature": 0}
-    async with httpx.AsyncClient(transport=transport, base_url="http://warm-up", timeout=None) as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://warm-up", timeout=_WARM_UP_SECONDS) as client:
         for path, body in (
             ("/v1/chat/completions", {**chat, **streamed, "ignore_eos": True}),
             ("/v1/chat/completions", {**chat, **sampled, "logprobs": True, "top_logprobs": 1}),

@@ -59,8 +59,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 def layout_key(
     folder: Path, *, dtype: str, quantization: str | None, rank: int, world_size: int, engine_version: str
 ) -> str:
-    """Names a layout: two engines with the same key may share pages. The checkpoint's content is stood for by the names,
-    sizes and modification times of its files, since reading it is what sharing avoids."""
+    """Names a layout: two engines with the same key may share pages.
+
+    The checkpoint's content is stood for by the names, sizes and modification times of its files, since reading it is
+    what sharing avoids.
+    """
     files = sorted({path for pattern in _WEIGHT_PATTERNS for path in folder.glob(pattern)})
     described = {
         "config": (folder / "config.json").read_bytes(),
@@ -141,8 +144,10 @@ class WeightsMemory:
 
     def holds(self, address: int, size_bytes: int) -> bool:
         """Whether these bytes lie in the service's pages."""
-        arena = self._range
-        return arena is not None and arena.address <= address and address + size_bytes <= arena.address + arena.size_bytes
+        if self._range is None:
+            return False
+        start, end = self._range.address, self._range.address + self._range.size_bytes
+        return start <= address and address + size_bytes <= end
 
     def close(self) -> None:
         """Give everything back after a failed load. A loaded engine keeps its hold until its process ends."""

@@ -44,7 +44,7 @@ class _KvAllocation(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class GmsCpuWorker(CPUWorker):  # type: ignore[misc]
+class GmsCpuWorker(CPUWorker):
     """The worker of a GMS engine. Its methods are called by name through ``collective_rpc``."""
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
@@ -102,7 +102,7 @@ class GmsCpuWorker(CPUWorker):  # type: ignore[misc]
             self._kv.unmap()  # the range itself stays: tensors over it may still be referenced
 
 
-class PrivateMemoryWorker(CPUWorker):  # type: ignore[misc]
+class PrivateMemoryWorker(CPUWorker):
     """The worker of an engine without a service: private weights, private KV cache."""
 
     def hotspare_memory(self) -> EngineMemory:

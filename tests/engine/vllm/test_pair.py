@@ -1,0 +1,175 @@
+"""A pair of real engines over one memory service: shared weights, equal tokens, KV cache that comes and goes."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import pytest
+
+from tests.engine.vllm.harness import Driver, EngineProcess
+from workers.memory import MemoryService
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(120)]
+
+TOKENS = 64
+
+
+class Pair(NamedTuple):
+    writer: EngineProcess
+    reader: EngineProcess
+    tokens: list[int]
+    """What the writer generated, before the reader existed."""
+
+
+@pytest.fixture(scope="module")
+def pair(driver: Driver, service: MemoryService, model_folder: Path) -> Iterator[Pair]:
+    """The writer ran once and is parked; the reader started without a checkpoint. Both parked between tests."""
+    writer = driver.fork("writer", msgspec.structs.replace(service, engine="a"))
+    try:
+        writer.wake(1)
+        tokens = writer.token_ids(TOKENS)
+        writer.park()
+        with _checkpoint_hollow(model_folder):
+            reader = driver.fork("reader", msgspec.structs.replace(service, engine="b"))
+        try:
+            yield Pair(writer, reader, tokens)
+        finally:
+            reader.kill()
+    finally:
+        writer.kill()
+
+
+class _checkpoint_hollow:
+    """Puts a file of the same name, size and time, with nothing in it, in the checkpoint's place."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "model.safetensors"
+        self._original = self._path.resolve()
+
+    def __enter__(self) -> None:
+        stat = self._original.stat()
+        self._path.unlink()
+        with self._path.open("wb") as hollow:
+            hollow.truncate(stat.st_size)
+        os.utime(self._path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+    def __exit__(self, *_: object) -> None:
+        self._path.unlink()
+        self._path.symlink_to(self._original)
+
+
+def kv_mappings(pid: int) -> list[str]:
+    """Lines of the process's memory map that belong to the KV pool, or to scratch."""
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return [line for line in lines if re.search(r"memfd:gms(:kv|-scratch)", line)]
+
+
+def anonymous_kib(pid: int) -> int:
+    """Private memory of the process, what it still shares with its parent included."""
+    found = re.search(r"^Anonymous: +(\d+) kB", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.MULTILINE)
+    assert found is not None
+    return int(found[1])
+
+
+def test_the_parent_forks_from_one_thread(driver: Driver) -> None:
+    assert driver.ready.threads == 1
+
+
+def test_the_loop_beats_while_an_engine_starts(pair: Pair) -> None:
+    # The keeper kills after three seconds without a beat; this machine may be slow, so not much less is asked.
+    assert pair.writer.report.longest_pause < 2.0
+    assert pair.reader.report.longest_pause < 2.0
+
+
+def test_weights_are_shared(pair: Pair) -> None:
+    for engine, role in ((pair.writer, "writer"), (pair.reader, "reader")):
+        memory = engine.status()["memory"]
+        assert memory["weights_role"] == role
+        assert memory["weights_bytes"] > 500_000_000
+        copies = memory["weights_outside_gms_bytes"] / memory["weights_bytes"]
+        assert copies <= 0.01
+
+
+def test_the_writers_private_copies_are_gone(pair: Pair) -> None:
+    weights_kib = pair.writer.status()["memory"]["weights_bytes"] // 1024
+    assert anonymous_kib(pair.writer.pid) - anonymous_kib(pair.reader.pid) < weights_kib // 4
+
+
+def test_a_parked_engine_holds_no_kv_memory(pair: Pair) -> None:
+    assert kv_mappings(pair.reader.pid) == []
+    assert pair.reader.status()["memory"]["kv_mapped"] is False
+    pair.reader.wake(2)
+    assert kv_mappings(pair.reader.pid)
+    assert pair.reader.status()["memory"]["kv_mapped"] is True
+    pair.reader.park()
+    assert kv_mappings(pair.reader.pid) == []
+
+
+def test_the_reader_generates_what_the_writer_did(pair: Pair) -> None:
+    pair.reader.wake(3)
+    assert pair.reader.token_ids(TOKENS) == pair.tokens
+    assert "Paris" in pair.reader.ask("What is the capital of France?")
+    status = pair.reader.status()
+    assert status["steps"] >= TOKENS
+    assert status["busy"] is False
+    assert status["models"] == ["smollm2"]
+    pair.reader.park()
+
+
+def test_ten_cycles_change_nothing(pair: Pair) -> None:
+    for epoch in range(4, 14):
+        pair.reader.wake(epoch)
+        assert pair.reader.token_ids(8) == pair.tokens[:8]
+        pair.reader.park()
+
+
+def test_a_wake_that_is_refused_leaves_the_engine_parked(pair: Pair) -> None:
+    refused = pair.reader.control("wake", "1")  # an epoch that is over
+    assert refused.status_code == 500
+    assert refused.json()["error"] == "GmsError"
+    assert kv_mappings(pair.reader.pid) == []
+    pair.reader.wake(14)
+    pair.reader.park()
+
+
+def test_only_client_routes_are_served(pair: Pair) -> None:
+    for path in (
+        "/v1/load_lora_adapter",
+        "/sleep",
+        "/collective_rpc",
+        "/scale_elastic_ep",
+        "/inference/v1/abort_requests",
+    ):
+        assert pair.reader.client.post(path, json={}).status_code == 404
+    assert pair.reader.client.get("/openapi.json").status_code == 404
+    assert pair.reader.client.get("/v1/models").json()["data"][0]["id"] == "smollm2"
+
+
+def test_the_promoted_shadow_goes_on_after_a_kill(pair: Pair) -> None:
+    pair.writer.wake(20)
+    with pair.writer.client.stream(
+        "POST", "/v1/completions", json={"model": "smollm2", "prompt": "One", "max_tokens": 500, "stream": True}
+    ) as stream:
+        next(stream.iter_lines())
+        pair.writer.kill()
+    pair.reader.wake(21)
+    assert pair.reader.token_ids(TOKENS) == pair.tokens
+
+
+def test_a_dead_core_is_noticed_and_answers_errors(pair: Pair) -> None:
+    """Last: it costs the engine."""
+    assert pair.reader.control("health").status_code == 200
+    assert pair.reader.control("break").status_code == 200
+    for _ in range(2):  # the request that meets the fault, and one that comes later
+        answer = pair.reader.client.post("/v1/completions", json={"model": "smollm2", "prompt": "x", "max_tokens": 4})
+        assert answer.status_code == 500
+        assert answer.json()["error"]["message"]
+    health = pair.reader.control("health")
+    assert health.status_code == 500
+    assert health.json()["error"] == "EngineDeadError"
+    assert pair.reader.control("park").json()["error"] == "EngineDeadError"

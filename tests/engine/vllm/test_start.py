@@ -1,0 +1,82 @@
+"""Starts of one engine: without a service, and the ways in which one is refused."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests.engine.vllm.harness import Driver, EngineProcess
+from workers.memory import MemoryService
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(120)]
+
+
+def test_an_engine_without_a_service(driver: Driver) -> None:
+    shared_memory, temporary = set(os.listdir("/dev/shm")), set(os.listdir(tempfile.gettempdir()))
+    engine = driver.fork("private", gms=False)
+    try:
+        engine.wake(1)
+        assert "Paris" in engine.ask("What is the capital of France?")
+        memory = engine.status()["memory"]
+        assert memory["weights_role"] == "private"
+        assert memory["weights_outside_gms_bytes"] == memory["weights_bytes"]
+        engine.park()
+    finally:
+        engine.kill()
+    assert set(os.listdir("/dev/shm")) <= shared_memory
+    left = set(os.listdir(tempfile.gettempdir())) - temporary
+    assert not [name for name in left if "vllm" in name or "torch" in name]
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "sentence"),
+    [
+        ("missing", {"model": "/nowhere/model"}, "there is no model folder /nowhere/model"),
+        ("unknown", {"engine_args": ["--no-such-thing"]}, "unrecognized arguments: --no-such-thing"),
+        ("wrong", {"engine_args": ["--max-num-seqs=many"]}, "--max-num-seqs"),
+        ("ours", {"engine_args": ["--model=/other"]}, "must not hold --model"),
+        ("toolong", {"max_model_len": 1 << 20}, "max_model_len"),
+    ],
+)
+def test_wrong_settings_are_refused_in_a_sentence(
+    driver: Driver, name: str, settings: dict[str, object], sentence: str
+) -> None:
+    _, report, _ = driver.try_fork(name, gms=False, **settings)
+    assert report.error == "EngineConfigError"
+    assert sentence in report.message
+    assert "\n" not in report.message
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]", '{"architectures": ["NoSuchModel"], "model_type": "llama"}'])
+def test_a_broken_model_folder_is_refused(driver: Driver, tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    _, report, _ = driver.try_fork(f"broken{abs(hash(content)) % 1000}", gms=False, model=str(tmp_path))
+    assert report.error == "EngineConfigError", report
+
+
+def test_a_truncated_checkpoint_ends_the_start(
+    driver: Driver, service: MemoryService, model_folder: Path, tmp_path: Path
+) -> None:
+    for path in model_folder.iterdir():
+        (tmp_path / path.name).symlink_to(path.resolve())
+    for name, content in (
+        ("config.json", (model_folder / "config.json").read_bytes() + b"\n"),  # another layout than the pair's
+        ("model.safetensors", b"not safetensors"),
+    ):
+        (tmp_path / name).unlink()
+        (tmp_path / name).write_bytes(content)
+    _, report, _ = driver.try_fork("truncated", service, model=str(tmp_path))
+    assert report.error == "EngineConfigError"
+    assert "\n" not in report.message
+    # Nothing was committed: with the file repaired the next engine becomes the writer.
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "model.safetensors").symlink_to((model_folder / "model.safetensors").resolve())
+    engine: EngineProcess = driver.fork("repaired", service, model=str(tmp_path))
+    try:
+        assert engine.status()["memory"]["weights_role"] == "writer"
+    finally:
+        engine.kill()
