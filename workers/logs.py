@@ -9,6 +9,9 @@ import time
 from typing import Literal
 
 
+_OWN_PACKAGES = frozenset({"app", "workers", "gms", "__main__"})
+
+
 class _JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         fields = {
@@ -23,13 +26,25 @@ class _JsonFormatter(logging.Formatter):
         return json.dumps(fields, ensure_ascii=False)
 
 
+class _ConsoleFormatter(logging.Formatter):
+    """One line for people; what another library says carries its name: ``vllm: …``."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s.%(msecs)03d %(levelname)-7s %(source)s%(message)s", "%H:%M:%S")
+
+    def format(self, record: logging.LogRecord) -> str:
+        package = record.name.partition(".")[0]
+        record.source = "" if package in _OWN_PACKAGES else f"{package}: "
+        return super().format(record)
+
+
 def configure_logging(*, form: Literal["console", "json"], level: str) -> None:
     """Send every record of this process to stdout. Called once, in the process's composition root."""
     handler = logging.StreamHandler(sys.stdout)
     if form == "json":
         handler.setFormatter(_JsonFormatter())
     else:
-        handler.setFormatter(logging.Formatter("%(asctime)s.%(msecs)03d %(levelname)-7s %(message)s", "%H:%M:%S"))
+        handler.setFormatter(_ConsoleFormatter())
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())

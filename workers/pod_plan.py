@@ -23,6 +23,8 @@ RESTART_INITIAL_SECONDS: Final = 1.0
 RESTART_MAXIMUM_SECONDS: Final = 30.0
 RESTART_RESET_SECONDS: Final = 60.0
 """A process that lived this long is restarted at once again."""
+RESTART_SETTLED_SECONDS: Final = 2.0
+"""So is one that got this far and was killed, for what ailed it need not be in it. What ends by itself waits."""
 
 
 class Phase(Enum):
@@ -130,7 +132,10 @@ class PodPlan:
             if self._cannot_start(name):
                 self.exit_code = ExitCode.BAD_CONFIGURATION
                 return self._stop_engines()
-        delay = process.backoff.died(lived_seconds=now - process.started)
+        lived = now - process.started
+        if code < 0 and lived >= RESTART_SETTLED_SECONDS:
+            return [Start(name)]
+        delay = process.backoff.died(lived_seconds=lived)
         if code == ExitCode.BAD_CONFIGURATION:
             delay = max(delay, RESTART_INITIAL_SECONDS)  # at once it would only end the same way
         return [Start(name, delay)]

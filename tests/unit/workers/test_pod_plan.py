@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from workers.exit_codes import ExitCode
-from workers.pod_plan import Action, Deadline, Kill, Phase, PodPlan, Start, Terminate
+from workers.pod_plan import RESTART_SETTLED_SECONDS, Action, Deadline, Kill, Phase, PodPlan, Start, Terminate
 
 GRACE, SERVICE_GRACE = 15.0, 2.0
 KILLED = -9
@@ -205,3 +205,23 @@ def test_whatever_happens_a_stop_comes_to_its_end(events: list[tuple[str, ...]])
     act(made.stop())
     assert made.finished
     assert not alive
+
+
+@pytest.mark.parametrize("name", ["gms", "a"])
+def test_what_is_killed_again_and_again_comes_back_at_once(name: str) -> None:
+    pod = plan()
+    for life in range(10):
+        now = life * (RESTART_SETTLED_SECONDS + 0.5)
+        pod.started(name, now=now)
+        assert pod.exited(name, KILLED, now=now + RESTART_SETTLED_SECONDS) == [Start(name)]
+
+
+def test_what_is_killed_before_it_has_settled_backs_off() -> None:
+    pod = plan()
+    delays = []
+    for life in range(4):
+        pod.started("gms", now=life * 10.0)
+        (start,) = pod.exited("gms", KILLED, now=life * 10.0 + 0.1)
+        assert isinstance(start, Start)
+        delays.append(start.delay_seconds)
+    assert delays == [0.0, 1.0, 2.0, 4.0]

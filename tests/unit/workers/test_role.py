@@ -1,4 +1,4 @@
-"""Every state × event cell of an engine's life."""
+"""Every cell of the table of an engine's life: each state with each event."""
 
 from __future__ import annotations
 
