@@ -8,7 +8,6 @@ import sys
 import time
 from typing import Literal
 
-
 _OWN_PACKAGES = frozenset({"app", "workers", "gms", "__main__"})
 
 
