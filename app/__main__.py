@@ -114,7 +114,8 @@ def announced(run_dir: Path | None, host: str, port: int) -> Iterator[Path | Non
         partial.write_text(json.dumps(document))
         partial.replace(path)
     except OSError as error:
-        partial.unlink(missing_ok=True) if os.access(run_dir, os.W_OK) else None
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
         raise StartError(f"cannot write {path}: {error.strerror}; check --run-dir") from None
     try:
         yield path

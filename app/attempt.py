@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from enum import Enum
+from itertools import dropwhile
 from typing import Protocol
 
 from app.headers import find
@@ -152,7 +153,7 @@ class Attempt:
             return
         if events and not self._answer.delivered:
             # A comment says nothing yet: it must not cost the request its second chance.
-            events = b"".join(event for event in split_events(events) if not is_comment(event))
+            events = b"".join(dropwhile(is_comment, split_events(events)))
         if events:
             self._answer.events(self._status, self._headers, events)
             if not self._ended and self._route.ends_in(events):

@@ -82,6 +82,7 @@ class UpstreamConnection(asyncio.Protocol):
         "_on_lost",
         "_parser",
         "_paused",
+        "_reusable",
         "_reused",
         "_sent_at",
         "_sink",
@@ -104,6 +105,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._sink: UpstreamSink | None = None
         self._parser: httptools.HttpResponseParser | None = None
+        self._reusable = False
         self._reused = False
         self._paused = False
         self.closed = False
@@ -188,7 +190,7 @@ class UpstreamConnection(asyncio.Protocol):
         body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
         self._chunks = []
         if done:
-            self._finish(parser)
+            self._finish()
         sink.read(body, done)
 
     def eof_received(self) -> None:
@@ -213,13 +215,13 @@ class UpstreamConnection(asyncio.Protocol):
             self._on_break()
         sink.lost(UpstreamError(kind))
 
-    def _finish(self, parser: httptools.HttpResponseParser) -> None:
+    def _finish(self) -> None:
         self._sink = None
         self._reused = True
         transport = self._transport
         if transport is None:
             return
-        if parser.should_keep_alive() and not transport.is_closing() and not transport.get_write_buffer_size():
+        if self._reusable and not transport.is_closing() and not transport.get_write_buffer_size():
             self.resume()
             self.idle_since = time.monotonic()
             self._on_idle(self)
@@ -246,8 +248,9 @@ class UpstreamConnection(asyncio.Protocol):
         if self._interim:
             self._interim = False
             self._headers = []
-        else:
+        elif self._parser is not None:
             self._done = True
+            self._reusable = self._parser.should_keep_alive()  # only known here: the parser forgets it afterwards
 
 
 class UpstreamPool:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -46,6 +47,26 @@ class Running:
     def state(self, worker: FakeWorker) -> WorkerState:
         return self.entry(worker).history[-1].state
 
+    async def until(self, condition: Callable[[], bool]) -> None:
+        await until(condition)
+
+    @asynccontextmanager
+    async def stream(self, **extra: Any) -> AsyncIterator[httpx.Response]:
+        body = {"model": MODEL, "messages": [], "stream": True} | extra
+        async with self.client.stream("POST", "/v1/chat/completions", json=body) as answer:
+            yield answer
+
+    async def raw(self, data: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Bytes on a connection of their own."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        writer.write(data)
+        return reader, writer
+
+    async def raw_chat(self, *, stream: bool) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        body = json.dumps({"model": MODEL, "stream": stream}).encode()
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: g\r\ncontent-length: {len(body)}\r\n\r\n"
+        return await self.raw(head.encode() + body)
+
     async def chat(self, *, stream: bool = False, **extra: Any) -> httpx.Response:
         body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "stream": stream}
         return await self.client.post("/v1/chat/completions", json=body | extra)
@@ -54,7 +75,7 @@ class Running:
 async def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
     """Wait until something is so; looks every loop turn or so."""
     async with asyncio.timeout(seconds):
-        while not condition():
+        while not condition():  # noqa: ASYNC110  # the condition is about somebody else's state
             await asyncio.sleep(0.001)
 
 
@@ -77,10 +98,23 @@ async def run_gateway(*workers: FakeWorker, **settings: Any) -> AsyncIterator[Ru
             yield running
         finally:
             server.should_exit = True
-            server.force_exit = True
             async with asyncio.timeout(5):
                 await task
             listener.close()
+
+
+async def read_response(reader: asyncio.StreamReader) -> tuple[int, dict[str, str], bytes]:
+    """Status, headers and body of the next response on a raw connection."""
+    head = (await reader.readuntil(b"\r\n\r\n")).decode()
+    first, *lines = head.strip().split("\r\n")
+    headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    if "content-length" in headers:
+        return int(first.split()[1]), headers, await reader.readexactly(int(headers["content-length"]))
+    body = bytearray()
+    while size := int(await reader.readuntil(b"\r\n"), 16):
+        body += (await reader.readexactly(size + 2))[:-2]
+    await reader.readuntil(b"\r\n")
+    return int(first.split()[1]), headers, bytes(body)
 
 
 @pytest.fixture

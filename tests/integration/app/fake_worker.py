@@ -1,7 +1,7 @@
 """A worker made of sockets: speaks the watch, answers as it is told, and breaks on command.
 
-What the next request meets is a *behaviour*, a coroutine function; behaviours are used up in order, then the default one
-answers. Everything observable is an event or a list, so that tests wait and never sleep.
+What the next request meets is a *behaviour*, a coroutine function; behaviours are used up in order, then the default
+one answers. Everything observable is an event or a list, so that tests wait and never sleep.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def streams_then_waits(*pieces: bytes, then: bytes = b"") -> Behaviour:
 
 
 def cuts(data: bytes = b"", *, reset: bool = False) -> Behaviour:
-    """Sends these raw bytes and breaks the connection once the test says ``go`` (at once if there is nothing to send)."""
+    """Sends these raw bytes and breaks the connection once the test says ``go``; at once if there are none."""
 
     async def behave(call: Call) -> None:
         if data:
@@ -201,6 +201,8 @@ class FakeWorker:
         self.calls: list[Call] = []
         self.default: Behaviour = by_body
         self.watch_behaviour: Behaviour | None = None
+        self.watches_opened = 0
+        self.heartbeat = True
         self._next: deque[Behaviour] = deque()
         self._arrived = asyncio.Condition()
         self._watchers: set[asyncio.StreamWriter] = set()
@@ -222,11 +224,18 @@ class FakeWorker:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
         self.port = self._server.sockets[0].getsockname()[1]
 
-    async def die(self, *, reset: bool = False) -> None:
-        """As a SIGKILL looks from outside: listener and all connections gone."""
+    def stop_listening(self) -> None:
         if self._server is not None:
             self._server.close()
             self._server = None
+
+    def epoch(self, number: int) -> None:
+        """The next start is another promotion."""
+        self.line = msgspec.structs.replace(self.line, epoch=number)
+
+    async def die(self) -> None:
+        """As a SIGKILL looks from outside: listener and all connections gone."""
+        self.stop_listening()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -296,8 +305,10 @@ class FakeWorker:
 
     async def _watch(self, call: Call) -> None:
         await call.send(head(200, content_type="application/x-ndjson", transfer_encoding="chunked"))
-        await call.send(chunk(encode_watch_line(self.line)))
         self._watchers.add(call.writer)
+        await call.send(chunk(encode_watch_line(self.line)))
+        self.watches_opened += 1
         while True:
-            await asyncio.sleep(0.1)  # the heartbeat
-            self.say()
+            await asyncio.sleep(0.1)
+            if self.heartbeat:
+                self.say()

@@ -1,0 +1,403 @@
+"""What a client sees when workers break: as little as possible, and never a silent cut."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+
+from app.liveness import WorkerState
+from tests.integration.app.conftest import run_gateway
+from tests.integration.app.fake_worker import (
+    DONE,
+    MODEL,
+    STREAM_HEAD,
+    Call,
+    FakeWorker,
+    answers,
+    chunk,
+    cuts,
+    event,
+    hangs,
+    head,
+    reselects,
+    sends_and_cuts,
+    streams,
+    streams_then_waits,
+)
+from workers.contract import Role
+
+BREAKS = {
+    "EOF": cuts(),
+    "reset": cuts(reset=True),
+    "junk": sends_and_cuts(b"220 mail.example ESMTP\r\n"),
+    "EOF in the head": sends_and_cuts(b"HTTP/1.1 200 OK\r\ncontent-ty"),
+    "EOF in a whole answer": sends_and_cuts(head(200, content_length=100) + b'{"half":'),
+    "reset in a whole answer": sends_and_cuts(head(200, content_length=100) + b'{"half":', reset=True),
+    "EOF after the head of a stream": sends_and_cuts(STREAM_HEAD),
+    "EOF in the first event": sends_and_cuts(STREAM_HEAD + chunk(event("lost")[:-1])),
+    "EOF after a comment": sends_and_cuts(STREAM_HEAD + chunk(b": ping\n\n")),
+    "an empty stream": streams(end=b""),
+}
+
+
+@pytest.mark.parametrize("behaviour", BREAKS.values(), ids=BREAKS)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_break_before_delivery_is_invisible(workers: Any, behaviour: Any, stream: bool) -> None:
+    one, two = await workers("pod-0", "pod-1")
+    one.will(behaviour)
+    two.will(streams(event("whole")) if stream else answers(document={"who": "pod-1"}))
+    async with run_gateway(one, two) as running:
+        answer = await running.chat(stream=stream)
+        assert answer.status_code == 200
+        if stream:
+            assert answer.content == event("whole") + DONE
+        else:
+            assert answer.json() == {"who": "pod-1"}
+        ids = [worker.calls[0].headers["x-hotspare-request-id"] for worker in (one, two)]
+        assert ids[0] == ids[1]
+        assert "hotspare_retries_total" in (await running.client.get("/metrics")).text
+
+
+async def test_the_shadow_of_the_same_pod_takes_over(workers: Any) -> None:
+    """One pod: its engine dies with the request, the promoted shadow (a new epoch) answers it."""
+    (worker,) = await workers("pod-0")
+    worker.will(hangs)
+    async with run_gateway(worker) as running:
+        asked = asyncio.create_task(running.chat())
+        await worker.call(0)
+        await worker.die()
+        await running.until(lambda: running.state(worker) is WorkerState.DOWN)
+        worker.epoch(2)
+        await worker.start()
+        answer = await asked
+        assert answer.status_code == 200
+        assert len(worker.calls) == 2
+        epochs = [item.epoch for item in running.entry(worker).history]
+        assert sorted(set(epochs)) == [1, 2]
+
+
+async def test_the_epoch_that_broke_is_not_tried_again(workers: Any) -> None:
+    (worker,) = await workers("pod-0")
+    worker.will(cuts())
+    async with run_gateway(worker, wait_for_worker_seconds=1) as running:
+        answer = await running.chat()
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_worker")
+        assert answer.headers["retry-after"] == "1"
+        assert len(worker.calls) == 1
+        # The worker itself is alive, and serves others.
+        assert (await running.chat()).status_code == 200
+
+
+async def test_attempts_are_limited(workers: Any) -> None:
+    started = await workers("pod-0", "pod-1", "pod-2", "pod-3")
+    for worker in started:
+        worker.default = cuts(reset=True)
+    async with run_gateway(*started) as running:
+        answer = await running.chat()
+        assert (answer.status_code, answer.json()["error"]["code"]) == (502, "worker_lost")
+        assert sum(len(worker.calls) for worker in started) == 3
+
+
+@pytest.mark.parametrize("reset", [False, True])
+@pytest.mark.parametrize("half", [b"", event("half")[:20]])
+async def test_a_cut_in_the_middle_ends_with_an_error_event(workers: Any, reset: bool, half: bytes) -> None:
+    one, two = await workers("pod-0", "pod-1")
+    one.will(cuts(STREAM_HEAD + chunk(event("a")) + chunk(event("b") + half), reset=reset))
+    async with run_gateway(one, two) as running, running.stream() as answer:
+        assert answer.status_code == 200
+        pieces = answer.aiter_raw()
+        seen = b""
+        while seen != event("a") + event("b"):
+            seen += await anext(pieces)
+        one.calls[0].go.set()
+        rest = b"".join([piece async for piece in pieces])
+    error, done, nothing = rest.split(b"\n\n")
+    assert error.startswith(b'data: {"error":{"message":')
+    assert b'"code":"worker_lost"' in error
+    assert (done + b"\n\n", nothing) == (DONE, b"")
+    assert len(two.calls) == 0
+
+
+async def test_a_stream_without_its_end_marker_was_cut(workers: Any) -> None:
+    (worker,) = await workers("pod-0")
+    worker.will(streams(event("a"), end=b""))
+    async with run_gateway(worker) as running:
+        answer = await running.chat(stream=True)
+        assert answer.content.startswith(event("a") + b'data: {"error"')
+        assert answer.content.endswith(DONE)
+
+
+async def test_a_break_after_the_end_marker_does_not_matter(workers: Any) -> None:
+    (worker,) = await workers("pod-0")
+    worker.will(sends_and_cuts(STREAM_HEAD + chunk(event("a") + DONE)))
+    async with run_gateway(worker) as running:
+        assert (await running.chat(stream=True)).content == event("a") + DONE
+
+
+async def test_errors_of_messages_carry_their_event_name(workers: Any) -> None:
+    (worker,) = await workers("pod-0")
+    worker.will(streams(b"data: {}\n\n", end=b""))
+    async with run_gateway(worker) as running:
+        answer = await running.client.post("/v1/messages", json={"model": MODEL, "stream": True})
+        assert b'\n\nevent: error\ndata: {"error":' in answer.content
+
+
+async def test_reselect_costs_nothing(workers: Any) -> None:
+    one, two = await workers("pod-0", "pod-1")
+    one.default = reselects()
+    async with run_gateway(one, two, attempt_limit=1) as running:
+        for _ in range(4):
+            assert (await running.chat()).status_code == 200
+        assert len(two.calls) == 4
+        assert running.state(one) is WorkerState.UP
+
+
+async def test_a_full_worker_is_asked_again_until_it_has_room(workers: Any) -> None:
+    (worker,) = await workers("pod-0")
+    worker.will(reselects(), reselects(), reselects(), reselects())
+    async with run_gateway(worker) as running:
+        assert (await running.chat()).status_code == 200
+        assert len(worker.calls) == 5
+
+
+async def test_a_worker_that_stays_full(workers: Any) -> None:
+    (worker,) = await workers("pod-0")
+    worker.default = reselects()
+    async with run_gateway(worker, wait_for_worker_seconds=0.5) as running:
+        answer = await running.chat()
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_worker")
+        assert len(worker.calls) < 12
+
+
+async def test_waiting_for_a_worker(workers: Any) -> None:
+    (worker,) = await workers("pod-0")
+    await worker.die()
+    async with run_gateway(worker) as running:
+        waiting = []
+        for number in range(5):
+            waiting.append(asyncio.create_task(running.chat(tag=number)))
+            await running.until(lambda n=number: running.gateway.registry.waiting == n + 1)
+        status = (await running.client.get("/status")).json()
+        assert (status["waiting"], status["inflight"]) == (5, 5)
+        await worker.start()
+        for answer in await asyncio.gather(*waiting):
+            assert answer.status_code == 200
+        assert sorted(call.json["tag"] for call in worker.calls) == [0, 1, 2, 3, 4]
+
+
+async def test_no_worker_in_time(workers: Any) -> None:
+    (worker,) = await workers("pod-0")
+    await worker.die()
+    async with run_gateway(worker, wait_for_worker_seconds=0.2) as running:
+        answer = await running.chat()
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_worker")
+        assert (await running.client.get("/v1/models")).json()["data"] == []
+
+
+async def test_a_model_of_a_worker_that_is_down_is_waited_for(workers: Any) -> None:
+    (one,) = await workers("pod-0", models=("a",))
+    (two,) = await workers("pod-1", models=("b",))
+    async with run_gateway(one, two) as running:
+        await running.until(lambda: len(running.gateway.registry.candidates("")) == 2)
+        await one.die()
+        await running.until(lambda: running.state(one) is WorkerState.DOWN)
+        asked = asyncio.create_task(running.chat(model="a"))
+        await running.until(lambda: running.gateway.registry.waiting == 1)
+        one.epoch(2)
+        await one.start()
+        assert (await asked).status_code == 200
+
+
+async def test_waiting_ends_when_only_other_models_come(workers: Any) -> None:
+    (worker,) = await workers("pod-0", models=("a",))
+    await worker.die()
+    async with run_gateway(worker) as running:
+        asked = asyncio.create_task(running.chat(model="b"))
+        await running.until(lambda: running.gateway.registry.waiting == 1)
+        await worker.start()
+        assert (await asked).json()["error"]["code"] == "model_not_found"
+
+
+async def test_a_silent_worker_is_left_for_another(workers: Any) -> None:
+    one, two = await workers("pod-0", "pod-1")
+    one.will(hangs)
+    async with run_gateway(one, two, first_byte_timeout_seconds=0.3) as running:
+        answer = await running.chat()
+        assert answer.json()["choices"][0]["message"]["content"] == "from pod-1"
+        await asyncio.wait_for(one.calls[0].closed.wait(), 2)
+
+
+async def test_steps_are_a_sign_of_life(workers: Any) -> None:
+    one, two = await workers("pod-0", "pod-1")
+    one.will(hangs)
+    async with run_gateway(one, two, first_byte_timeout_seconds=0.4) as running:
+        asked = asyncio.create_task(running.chat())
+        call = await one.call()
+        for step in range(12):
+            one.say(steps=step + 1)
+            await asyncio.sleep(0.1)
+        assert not asked.done()
+        call.go.set()
+        assert (await asked).json()["choices"][0]["message"]["content"] == "from pod-0"
+
+
+async def test_a_silent_worker_alone_is_given_more_time(workers: Any) -> None:
+    (worker,) = await workers("pod-0")
+    worker.will(streams_then_waits(event("a")))
+    async with run_gateway(worker, stall_timeout_seconds=0.2) as running:
+        started = time.monotonic()
+        answer = await running.chat(stream=True)
+        assert b"worker_lost" in answer.content
+        assert 0.5 < time.monotonic() - started < 3
+
+
+async def test_keep_alive_comments(workers: Any) -> None:
+    (worker,) = await workers("pod-0")
+    worker.will(hangs)
+    async with run_gateway(worker, keepalive_seconds=0.1) as running, running.stream() as answer:
+        assert answer.status_code == 200
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        pieces = answer.aiter_raw()
+        assert await anext(pieces) == b": keep-alive\n\n"
+        # Keep-alives are no delivery: the request can still run again elsewhere.
+        await worker.die()
+        worker.epoch(2)
+        worker.will(streams(event("a")))
+        await worker.start()
+        seen = b"".join([piece async for piece in pieces])
+        assert seen.replace(b": keep-alive\n\n", b"") == event("a") + DONE
+
+
+async def test_an_error_after_keep_alives_is_an_event(workers: Any) -> None:
+    (worker,) = await workers("pod-0")
+
+    async def refuse_late(call: Call) -> None:
+        await call.go.wait()
+        await answers(400, {"error": {"message": "too long", "type": "t", "param": None, "code": 400}})(call)
+
+    worker.will(refuse_late)
+    async with run_gateway(worker, keepalive_seconds=0.05) as running, running.stream() as answer:
+        pieces = answer.aiter_raw()
+        await anext(pieces)
+        worker.calls[0].go.set()
+        seen = b"".join([piece async for piece in pieces])
+        assert b"too long" in seen
+        assert seen.endswith(DONE)
+
+
+async def test_suspect_at_once_when_a_stream_breaks(workers: Any) -> None:
+    """Before the watch knows: a broken stream is enough, within 10 ms."""
+    (worker,) = await workers("pod-0")
+    worker.will(cuts(STREAM_HEAD + chunk(event("a"))))
+    async with run_gateway(worker) as running, running.stream() as answer:
+        pieces = answer.aiter_raw()
+        await anext(pieces)
+        broken_at = time.monotonic()
+        worker.calls[0].go.set()
+        assert [piece async for piece in pieces]
+        suspect = running.entry(worker).history[-1]
+        assert suspect.state is WorkerState.SUSPECT
+        assert suspect.monotonic - broken_at < 0.01
+        # The watch goes on, so a later line clears the suspicion.
+        await running.until(lambda: running.state(worker) is WorkerState.UP)
+
+
+async def test_down_when_the_watch_ends(workers: Any) -> None:
+    (worker,) = await workers("pod-0")
+    async with run_gateway(worker) as running:
+        gone_at = time.monotonic()
+        worker.drop_watches()
+        await running.until(lambda: len(running.entry(worker).history) >= 4)
+        states = [item.state for item in running.entry(worker).history]
+        assert states[:4] == [WorkerState.UP, WorkerState.SUSPECT, WorkerState.DOWN, WorkerState.UP]
+        assert running.entry(worker).history[2].monotonic - gone_at < 0.01
+
+
+async def test_streams_of_a_worker_that_is_down_are_not_left_hanging(workers: Any) -> None:
+    (worker,) = await workers("pod-0")
+    worker.will(streams_then_waits(event("a")))
+    async with run_gateway(worker) as running, running.stream() as answer:
+        pieces = answer.aiter_raw()
+        await anext(pieces)
+        worker.watch_behaviour = hangs
+        worker.drop_watches()
+        assert b"worker_lost" in b"".join([piece async for piece in pieces])
+
+
+async def test_a_silent_watch_is_suspect(workers: Any) -> None:
+    (worker,) = await workers("pod-0")
+    worker.heartbeat = False
+    async with run_gateway(worker, heartbeat_timeout_seconds=0.3, wait_for_worker_seconds=0.2) as running:
+        await running.until(lambda: running.state(worker) is WorkerState.SUSPECT)
+        assert (await running.chat()).json()["error"]["code"] == "no_worker"
+        worker.say()
+        await running.until(lambda: running.state(worker) is WorkerState.UP)
+        assert (await running.chat()).status_code == 200
+
+
+async def test_a_watch_that_stays_silent_is_dialled_again(workers: Any) -> None:
+    (worker,) = await workers("pod-0")
+    worker.heartbeat = False
+    async with run_gateway(worker, heartbeat_timeout_seconds=0.05) as running:
+        await running.until(lambda: WorkerState.DOWN in [item.state for item in running.entry(worker).history])
+        await running.until(lambda: running.entry(worker).history[-1].state is not WorkerState.DOWN)
+
+
+@pytest.mark.parametrize(
+    "behaviour",
+    [
+        answers(404, {"detail": "Not Found"}),
+        sends_and_cuts(head(200, transfer_encoding="chunked") + chunk(b'{"no":"line"}\n')),
+        sends_and_cuts(head(200, transfer_encoding="chunked") + chunk(b"x" * 20_000)),
+        sends_and_cuts(b"nonsense\r\n\r\n"),
+        cuts(reset=True),
+    ],
+    ids=["404", "not a line", "too long", "junk", "reset"],
+)
+async def test_what_is_no_worker_never_gets_requests(workers: Any, behaviour: Any) -> None:
+    (worker,) = await workers("pod-0")
+    worker.watch_behaviour = behaviour
+    async with run_gateway(worker, wait_for_worker_seconds=0.2) as running:
+        assert (await running.client.get("/health")).status_code == 200
+        assert (await running.chat()).json()["error"]["code"] == "no_worker"
+        assert worker.calls == []
+        worker.watch_behaviour = None  # it was restarted as what it should be
+        await running.until(lambda: bool(running.gateway.registry.candidates("")))
+
+
+async def test_hand_over(workers: Any) -> None:
+    """The old engine keeps its watch while the new one binds the same port; the higher epoch routes."""
+    (old,) = await workers("pod-0")
+    async with run_gateway(old) as running:
+        old.will(streams_then_waits(event("a")))
+        async with running.stream() as answer:
+            pieces = answer.aiter_raw()
+            await anext(pieces)
+            old.stop_listening()
+            old.say(state=Role.HANDOVER)
+            await running.until(lambda: not running.gateway.registry.candidates(""))
+            asked = asyncio.create_task(running.chat())
+            async with FakeWorker("pod-0", epoch=2, port=old.port) as new:
+                assert (await asked).status_code == 200
+                assert len(new.calls) == 1
+                assert {key.epoch for key in running.entry(old).replicas} == {1, 2}
+                old.calls[0].go.set()
+                assert b"".join([piece async for piece in pieces]) == DONE
+                await old.die()
+                await running.until(lambda: {key.epoch for key in running.entry(old).replicas} == {2})
+                assert (await running.chat()).status_code == 200
+
+
+async def test_two_watches_of_one_promotion_are_one_too_many(workers: Any) -> None:
+    """A draining worker still listens: the gateway looks for a successor there, and finds the same engine."""
+    (worker,) = await workers("pod-0")
+    async with run_gateway(worker) as running:
+        worker.say(state=Role.DRAINING)
+        await running.until(lambda: worker.watches_opened > 3)
+        assert len(running.entry(worker).replicas) == 1
+        worker.say(state=Role.ACTIVE)
+        await running.until(lambda: bool(running.gateway.registry.candidates("")))
+        assert (await running.chat()).status_code == 200

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from app.openai import errors
+from app.openai.errors import GatewayError
+
+CASES: list[tuple[GatewayError, int, str, dict[bytes, bytes]]] = [
+    (errors.draining(), 503, "draining", {b"retry-after": b"1", b"connection": b"close"}),
+    (errors.drain_overran(), 503, "draining", {b"retry-after": b"1", b"connection": b"close"}),
+    (errors.no_worker(15, "m"), 503, "no_worker", {b"retry-after": b"1"}),
+    (errors.overloaded(4), 429, "overloaded", {b"retry-after": b"1", b"retry-after-ms": b"500"}),
+    (errors.model_not_found("m"), 404, "model_not_found", {}),
+    (errors.body_too_large(4), 413, "body_too_large", {}),
+    (errors.body_too_slow(4), 408, "request_timeout", {b"connection": b"close"}),
+    (errors.invalid_json("why"), 400, "invalid_json", {}),
+    (errors.unsupported_media_type("x/y"), 415, "unsupported_media_type", {}),
+    (errors.worker_lost("why"), 502, "worker_lost", {}),
+    (errors.bad_answer("why"), 502, "bad_answer", {}),
+    (errors.not_found("/x"), 404, "not_found", {}),
+    (errors.method_not_allowed("PUT", "/x", ["GET"]), 405, "method_not_allowed", {b"allow": b"GET"}),
+    (errors.malformed_request(), 400, "malformed_request", {b"connection": b"close"}),
+    (errors.internal(), 500, "internal_error", {}),
+    (errors.from_status(422, "why"), 400, "bad_request", {}),
+    (errors.from_status(418, "why"), 418, "bad_request", {}),
+    (errors.from_status(502, "why"), 502, "internal_error", {}),
+]
+
+
+@pytest.mark.parametrize(("error", "status", "code", "headers"), CASES, ids=[f"{c[2]}-{c[1]}" for c in CASES])
+def test_each_error(error: GatewayError, status: int, code: str, headers: dict[bytes, bytes]) -> None:
+    assert error.status == status
+    assert dict(error.headers) == headers
+    document = json.loads(error.body)
+    assert list(document) == ["error"]
+    assert list(document["error"]) == ["message", "type", "param", "code"]
+    assert document["error"]["code"] == code
+    assert document["error"]["message"]
+    assert document["error"]["type"] in ("invalid_request_error", "server_error", "rate_limit_error")
+    assert error.fault == ("client" if status < 500 else error.fault)
+    assert errors.has_envelope(error.body)
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (b'{"error":{"message":"x"}}', True),
+        (b'{"error":"x"}', True),
+        (b'{"type":"error","error":{"type":"x"}}', True),
+        (b'{"detail":"x"}', False),
+        (b'{"error":null}', False),
+        (b"[]", False),
+        (b"Not Found", False),
+        (b"", False),
+        (b"\xff", False),
+        (b"[" * 100_000, False),
+    ],
+)
+def test_has_envelope(body: bytes, expected: bool) -> None:
+    assert errors.has_envelope(body) is expected

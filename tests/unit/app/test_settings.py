@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from app.__main__ import StartError, announced, read_settings, withdraw
+from app.address import Address
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith(("HOTSPARE_", "DYN_")):
+            monkeypatch.delenv(name)
+
+
+def test_defaults() -> None:
+    settings = read_settings([])
+    assert (settings.host, settings.port) == ("127.0.0.1", 8000)
+    assert settings.workers == (Address("127.0.0.1", 8100),)
+    assert settings.max_body_bytes == 32 * 1024 * 1024
+    assert (settings.wait_for_worker_seconds, settings.drain_timeout_seconds) == (15, 5)
+
+
+def test_flags_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOTSPARE_PORT", "1111")
+    monkeypatch.setenv("HOTSPARE_WORKERS", "a:1,http://b:2")
+    monkeypatch.setenv("HOTSPARE_DRAIN_TIMEOUT_SECONDS", "7")
+    settings = read_settings(["--port", "2222", "--drain-timeout-seconds=9"])
+    assert (settings.port, settings.drain_timeout_seconds) == (2222, 9)
+    assert settings.workers == (Address("a", 1), Address("b", 2))
+
+
+def test_the_alias_of_the_drain_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS", "11")
+    assert read_settings([]).drain_timeout_seconds == 11
+    monkeypatch.setenv("HOTSPARE_DRAIN_TIMEOUT_SECONDS", "12")
+    assert read_settings([]).drain_timeout_seconds == 12
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--unknown"], "unrecognized arguments: --unknown"),
+        (["--por", "1"], "unrecognized"),
+        (["--port"], "expected one argument"),
+        (["--port", "x"], "port=x"),
+        (["--port", "70000"], "HOTSPARE_PORT"),
+        (["--workers", ""], "empty"),
+        (["--workers", "a"], "port is missing"),
+        (["--wait-for-worker-seconds", "0"], "wait_for_worker_seconds=0"),
+        (["--wait-for-worker-seconds", "nan"], "wait_for_worker_seconds"),
+        (["--drain-timeout-seconds", "-1"], "drain_timeout_seconds=-1"),
+        (["--log-format", "xml"], "log_format=xml"),
+    ],
+)
+def test_a_bad_value_is_a_sentence(arguments: list[str], reason: str) -> None:
+    with pytest.raises(StartError, match=reason) as caught:
+        read_settings(arguments)
+    assert "\n" not in str(caught.value)
+
+
+def test_announcement(tmp_path: Path) -> None:
+    run_dir = tmp_path / "new" / "run"
+    with announced(run_dir, "127.0.0.1", 1234) as path:
+        assert path is not None
+        assert path.read_text() == f'{{"pid": {os.getpid()}, "host": "127.0.0.1", "port": 1234}}'
+        assert [item.name for item in run_dir.iterdir()] == ["gateway.json"]
+    assert list(run_dir.iterdir()) == []
+
+
+def test_somebody_elses_announcement_stays(tmp_path: Path) -> None:
+    path = tmp_path / "gateway.json"
+    path.write_text('{"pid": 1}')
+    withdraw(path)
+    assert path.exists()
+    withdraw(None)
+
+
+def test_a_run_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StartError, match="cannot write"), announced(tmp_path / "file", "h", 1):
+        pass
