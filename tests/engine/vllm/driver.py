@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import gc
 import os
 import signal
@@ -158,6 +159,7 @@ class _Control:
             "status": self._status,
             "health": self._health,
             "break": self._break,
+            "fault": self._fault,
         }
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -202,6 +204,10 @@ class _Control:
             core.step_fn = fail
 
         await self._engine._core.call(sabotage)
+
+    async def _fault(self, _: str) -> None:
+        """A memory fault in the core's thread."""
+        await self._engine._core.call(lambda _core: ctypes.string_at(0))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -79,13 +80,19 @@ class EngineProcess:
     def kill(self) -> None:
         """SIGKILL, and wait until the process is gone."""
         self.client.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+        self.wait_gone()
+
+    def wait_gone(self) -> None:
+        """Until the process is no more."""
         try:
             pidfd = os.pidfd_open(self.pid)
         except ProcessLookupError:
             return
         try:
-            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-            select.select([pidfd], [], [], DEADLINE_SECONDS)
+            readable, _, _ = select.select([pidfd], [], [], DEADLINE_SECONDS)
+            assert readable, f"process {self.pid} lives on"
         finally:
             os.close(pidfd)
 

@@ -7,10 +7,13 @@ is named, and the engine refuses to start.
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import inspect
 import os
+import signal
 import sys
+import threading
 from collections.abc import Iterator
 from email.message import Message
 from importlib import metadata
@@ -54,6 +57,8 @@ _UNSET: Final = (
     "VLLM_API_KEY",
 )
 
+_FAULTS: Final = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
+
 SEAMS: Final[tuple[tuple[str, str, tuple[str, ...]], ...]] = (
     ("vllm._custom_ops", "_supports_onednn", ()),
     ("vllm.engine.arg_utils", "AsyncEngineArgs.from_cli_args", ()),
@@ -71,6 +76,8 @@ SEAMS: Final[tuple[tuple[str, str, tuple[str, ...]], ...]] = (
     ("vllm.model_executor.model_loader.utils", "process_weights_after_loading", ("model", "model_config")),
     ("vllm.model_executor.models.registry", "ModelRegistry.models", ()),
     ("vllm.model_executor.utils", "weights_already_processed", ()),
+    ("vllm.renderers.hf", "resolve_chat_template_content_format", ("tokenizer", "model_config")),
+    ("vllm.tokenizers", "cached_tokenizer_from_config", ("model_config",)),
     ("vllm.v1.core.sched.interface", "PauseState.UNPAUSED", ()),
     ("vllm.v1.core.sched.scheduler", "Scheduler.get_kv_cache_usage", ()),
     ("vllm.v1.engine.async_llm", "AsyncLLM.from_vllm_config", ("client_addresses", "disable_log_stats")),
@@ -157,6 +164,21 @@ def install_distribution() -> None:
                 f"vLLM is not installed here: install {CPU_DISTRIBUTION}, or set HOTSPARE_ENGINE=sim"
             ) from None
         sys.meta_path.append(_CpuDistributionFinder())
+
+
+def die_of_faults() -> None:
+    """Let a memory fault end the process at once, with the system's default action. Main thread only; idempotent.
+
+    A library that vLLM imports (tvm_ffi) prints a stack trace in a handler of its own, and was seen to sleep there for
+    minutes instead of ending: an engine that neither lives nor dies, with the lock in its hand.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
+    for number in _FAULTS:
+        signal.signal(number, signal.SIG_DFL)
+    if faulthandler.is_enabled():  # a person asked for its trace; that one does end the process
+        faulthandler.disable()
+        faulthandler.enable()
 
 
 def check_seams() -> None:

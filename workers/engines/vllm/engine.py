@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from gms.client import GmsError
 from workers.engine import ASGIApp, EngineConfigError, EngineDeadError, EngineMemory
-from workers.engines.vllm import arguments
+from workers.engines.vllm import arguments, compat
 from workers.engines.vllm.preload import import_all
 from workers.memory import MemoryService
 from workers.settings import EngineSettings
@@ -55,6 +55,7 @@ class VllmEngine:
     async def initialize(self) -> None:
         """See ``Engine.initialize``; everything that blocks runs in threads."""
         await asyncio.to_thread(import_all)
+        compat.die_of_faults()
         from vllm.v1.engine.async_llm import AsyncLLM
 
         from workers.engines.vllm import serving
@@ -177,7 +178,7 @@ def _start_failure(error: Exception) -> Exception:
         isinstance(error, ValueError | KeyError | OSError | AssertionError)
         or "safetensor" in type(error).__name__.lower()
     ):
-        return EngineConfigError(f"vLLM cannot load this model: {type(error).__name__}: {text}")
+        return EngineConfigError(f"vLLM cannot run this model with these settings: {type(error).__name__}: {text}")
     return error
 
 

@@ -73,6 +73,7 @@ def preload(settings: EngineSettings) -> None:
         _rehearse(settings)
     except EngineConfigError as error:
         logger.debug("preloading without the model: %s", error)
+    compat.die_of_faults()
     threads = len(os.listdir("/proc/self/task"))
     if threads != 1:
         raise RuntimeError(f"preloading vLLM left {threads} threads in a process that is going to fork")
@@ -81,6 +82,7 @@ def preload(settings: EngineSettings) -> None:
 
 def _rehearse(settings: EngineSettings) -> None:
     from vllm.entrypoints.launchers.app import build_app
+    from vllm.renderers.hf import resolve_chat_template_content_format
     from vllm.tokenizers import cached_tokenizer_from_config
 
     folder = arguments.model_folder(settings)
@@ -88,10 +90,11 @@ def _rehearse(settings: EngineSettings) -> None:
     namespace = arguments.parse(settings, folder)
     config = arguments.create_config(namespace, arguments.Placement(runtime_dir=os.devnull))
     try:
-        # vLLM keeps the tokenizer by its arguments: the engines find it in its cache.
+        build_app(namespace, ("generate",), config.model_config)
+        # vLLM keeps tokenizers and what it found out about chat templates: the engines find both in its caches.
         tokenizer = cached_tokenizer_from_config(config.model_config)
         if getattr(tokenizer, "chat_template", None):
+            resolve_chat_template_content_format(None, None, "auto", tokenizer, model_config=config.model_config)
             tokenizer.apply_chat_template([{"role": "user", "content": "hello"}], tokenize=False)
-        build_app(namespace, ("generate",), config.model_config)
     except Exception as error:
         raise EngineConfigError(f"cannot rehearse a start: {arguments.one_line(error)}") from error

