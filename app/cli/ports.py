@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import socket
-from collections.abc import Mapping
 from contextlib import ExitStack
 
 from app.cli.errors import CliError
@@ -41,19 +40,16 @@ def assign_ports(options: UpOptions, stack: ExitStack) -> tuple[int, list[PodPla
             free_pod(index, [_reserve(LOOPBACK, stack) for _ in range(ports_needed(options))])
             for index in range(options.pods)
         ]
+    for pod in pods:
+        if purpose := pod.ports().get(port):
+            raise _bad(f"port {port} cannot be both {pod.name}'s ({purpose}) and the gateway's; choose another --port")
     if options.port:
         _try(options.host, options.port, "the gateway's port", "--port")
     if options.base_port:
         for pod in pods:
-            _try_pod(pod.name, pod.ports(), gateway_port=port)
+            for number, purpose in pod.ports().items():
+                _try(LOOPBACK, number, f"{pod.name}'s {purpose}", "--base-port")
     return port, pods
-
-
-def _try_pod(name: str, ports: Mapping[int, str], *, gateway_port: int) -> None:
-    for port, purpose in ports.items():
-        if port == gateway_port:
-            raise _bad(f"port {port} cannot be both {name}'s ({purpose}) and the gateway's; choose another --port")
-        _try(LOOPBACK, port, f"{name}'s {purpose}", "--base-port")
 
 
 def _reserve(host: str, stack: ExitStack) -> int:

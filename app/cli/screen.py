@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Protocol, TextIO
+from typing import TYPE_CHECKING, Final, Protocol, TextIO
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from app.cli.stages import Board, Step
+
+
+_FRAMES: Final = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 
 
 class Screen(Protocol):
@@ -75,14 +78,13 @@ class LiveScreen:
 
 
 def _table(steps: tuple[Step, ...], now: float) -> Table:
-    from rich.spinner import Spinner
     from rich.table import Table
     from rich.text import Text
 
     table = Table.grid(padding=(0, 1))
     for step in steps:
         done = step.ended is not None
-        mark = Text("✓", style="green") if done else Spinner("dots", style="cyan").render(now)
+        mark = Text("✓", style="green") if done else Text(_FRAMES[int(now * 10) % len(_FRAMES)], style="cyan")
         seconds = (step.ended if step.ended is not None else now) - step.began
         table.add_row(mark, step.name, Text(f"{seconds:.1f} s", style="dim"), Text(step.note, style="dim"))
     return table

@@ -38,9 +38,9 @@ def test_a_port_in_use(tmp_path: Path, taken_port: int) -> None:
     assert refused(tmp_path / "run", "--port", str(taken_port)) == (
         f"port {taken_port} on 127.0.0.1 (the gateway's port) is in use; free it, or choose another with --port"
     )
-    sentence = refused(tmp_path / "run", "--base-port", str(taken_port - 1))
+    sentence = refused(tmp_path / "run", "--base-port", str(taken_port))
     assert sentence == (
-        f"port {taken_port} on 127.0.0.1 (pod-0's engine a) is in use; free it, or choose another with --base-port"
+        f"port {taken_port} on 127.0.0.1 (pod-0's serving port) is in use; free it, or choose another with --base-port"
     )
 
 
