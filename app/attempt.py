@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import time
 from enum import Enum
-from itertools import dropwhile
 from typing import Protocol
 
 from app.headers import find
@@ -153,7 +152,7 @@ class Attempt:
             return
         if events and not self._answer.delivered:
             # A comment says nothing yet: it must not cost the request its second chance.
-            events = b"".join(dropwhile(is_comment, split_events(events)))
+            events = _without_leading_comments(events)
         if events:
             self._answer.events(self._status, self._headers, events)
             if not self._ended and self._route.ends_in(events):
@@ -191,3 +190,9 @@ class Attempt:
         if not self.verdict.done():
             self.reason = reason
             self.verdict.set_result(verdict)
+
+
+def _without_leading_comments(events: bytes) -> bytes:
+    found = split_events(events)
+    first = next((i for i, event in enumerate(found) if not is_comment(event)), len(found))
+    return b"".join(found[first:])

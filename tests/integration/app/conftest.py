@@ -80,7 +80,7 @@ async def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
 
 
 @asynccontextmanager
-async def run_gateway(*workers: FakeWorker, **settings: Any) -> AsyncIterator[Running]:
+async def run_gateway(*workers: FakeWorker, wait_until_ready: bool = True, **settings: Any) -> AsyncIterator[Running]:
     """A gateway over these workers; ready, and with every running worker up, when this returns."""
     addresses = ",".join(worker.address for worker in workers)
     app = create_app(GatewaySettings(workers=addresses, **({"wait_for_worker_seconds": 5} | settings)))
@@ -94,7 +94,8 @@ async def run_gateway(*workers: FakeWorker, **settings: Any) -> AsyncIterator[Ru
     ) as client:
         running = Running(server, app.gateway, client, port, task)
         try:
-            await until(lambda: app.gateway.lifecycle.state.value == "ready" or task.done())
+            if wait_until_ready:
+                await until(lambda: app.gateway.lifecycle.state.value == "ready" or task.done())
             yield running
         finally:
             server.should_exit = True

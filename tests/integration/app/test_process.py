@@ -1,0 +1,159 @@
+"""``python -m app`` as a process: what it prints, how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+STARTED_SECONDS = 20.0
+
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts gateways; kills what is left of them."""
+    started: list[subprocess.Popen[str]] = []
+
+    def begin(*arguments: str, **environment: str) -> subprocess.Popen[str]:
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith(("HOTSPARE_", "DYN_"))}
+        process = subprocess.Popen(
+            [sys.executable, "-m", "app", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=inherited | environment,
+        )
+        started.append(process)
+        return process
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.wait()
+        if process.stderr is not None:
+            process.stderr.close()
+
+
+def read_until(process: subprocess.Popen[str], text: str) -> str:
+    """The line that contains the text. Ends with the process, or with the test's own time limit."""
+    assert process.stderr is not None
+    lines = []
+    for line in process.stderr:
+        lines.append(line)
+        if text in line:
+            return line
+    raise AssertionError(f"{text!r} was never said:\n{''.join(lines)}")
+
+
+def listening(process: subprocess.Popen[str]) -> str:
+    return read_until(process, "listening on ").split("listening on ")[1].split()[0]
+
+
+def test_a_life(start: Start, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    process = start("--port", "0", "--workers", "127.0.0.1:1", "--run-dir", str(run_dir))
+    url = listening(process)
+    announced = json.loads((run_dir / "gateway.json").read_text())
+    assert announced == {"pid": process.pid, "host": "127.0.0.1", "port": int(url.rsplit(":", 1)[1])}
+    assert httpx.get(f"{url}/live", trust_env=False).status_code == 200
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(10) == 0
+    assert list(run_dir.iterdir()) == []
+
+
+def test_json_logs_have_no_prompt(start: Start) -> None:
+    process = start(
+        "--port", "0", "--workers", "127.0.0.1:1", HOTSPARE_LOG_FORMAT="json", HOTSPARE_WAIT_FOR_WORKER_SECONDS="0.05"
+    )
+    url = json.loads(read_until(process, "listening on "))["message"].split()[-1]
+    body = {"model": "m", "messages": [{"role": "user", "content": "my secret"}]}
+    answer = httpx.post(f"{url}/v1/chat/completions", json=body, headers={"x-request-id": "r-1"}, trust_env=False)
+    assert answer.status_code == 503
+    line = read_until(process, "r-1")
+    document = json.loads(line)
+    assert (document["message"], document["error"]) == ("/v1/chat/completions 503", "no_worker")
+    assert "secret" not in line
+
+
+def test_a_second_signal_ends_it_at_once(start: Start, tmp_path: Path) -> None:
+    process = start(
+        "--port", "0", "--workers", "127.0.0.1:1", "--run-dir", str(tmp_path), "--wait-for-worker-seconds", "60"
+    )
+    url = listening(process)
+    host, port = url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as client:
+        client.sendall(b"POST /tokenize HTTP/1.1\r\nhost: g\r\ncontent-length: 2\r\n\r\n{}")
+        deadline = time.monotonic() + 5
+        while httpx.get(f"{url}/status", trust_env=False).json()["inflight"] != 1:
+            assert time.monotonic() < deadline
+        process.send_signal(signal.SIGINT)
+        read_until(process, "draining")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(2) == 70
+    assert not (tmp_path / "gateway.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--nonsense"], "unrecognized arguments: --nonsense"),
+        (["--port", "x"], "port=x"),
+        (["--workers", "x"], "worker address 'x'"),
+        (["--host", "host.invalid", "--port", "0"], "cannot resolve the host"),
+        (["--port", "0", "--run-dir", "/dev/null/x"], "cannot write"),
+        (["--port", "0", "--parent-pid", "1"], "parent process 1"),
+    ],
+)
+def test_what_is_wrong_is_one_sentence(start: Start, arguments: list[str], said: str) -> None:
+    process = start(*arguments)
+    _, errors = process.communicate(timeout=STARTED_SECONDS)
+    assert process.returncode == 2
+    assert said in errors
+    assert errors.count("\n") == 1
+
+
+def test_a_port_in_use(start: Start) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        process = start("--port", str(port))
+        _, errors = process.communicate(timeout=STARTED_SECONDS)
+    assert process.returncode == 2
+    assert f"cannot listen on 127.0.0.1:{port}" in errors
+    assert errors.count("\n") == 1
+
+
+def test_it_dies_with_its_parent(tmp_path: Path) -> None:
+    """The parent is killed, so that only the kernel can tell the gateway."""
+    script = (
+        "import os, subprocess, sys, time\n"
+        f"p = subprocess.Popen([{sys.executable!r}, '-m', 'app', '--port', '0', '--workers', '127.0.0.1:1',"
+        " '--parent-pid', str(os.getpid())], stderr=subprocess.PIPE, text=True)\n"
+        "line = next(l for l in p.stderr if 'listening' in l)\n"
+        "print(p.pid, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        gateway = int(parent.stdout.readline())
+        pidfd = os.pidfd_open(gateway)
+        try:
+            parent.kill()
+            readable, _, _ = select.select([pidfd], [], [], 5)
+            assert readable
+        finally:
+            os.close(pidfd)

@@ -1,0 +1,162 @@
+"""The registry without sockets: lines and ends of watches go in as calls."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from typing import cast
+
+import msgspec
+import pytest
+
+from app.address import Address
+from app.liveness import ReplicaKey, WorkerState
+from app.registry import HISTORY_LENGTH, WorkerRegistry
+from app.watch import WatchSession
+from workers.contract import Role, WatchLine
+
+A, B = Address("a", 1), Address("b", 1)
+
+
+@dataclass(eq=False)
+class FakeSession:
+    """What the registry needs of a watch connection."""
+
+    registry: WorkerRegistry
+    address: Address
+    line: WatchLine
+    key: ReplicaKey | None = None
+    line_at: float = field(default_factory=time.monotonic)
+
+    def say(self, *, later: float = 0.0, **changes: object) -> bool:
+        self.line = msgspec.structs.replace(self.line, **changes)
+        self.key = ReplicaKey(self.line.worker, self.line.instance, self.line.epoch)
+        self.line_at = time.monotonic() + later
+        return self.registry.watch_line(cast(WatchSession, self), self.key, self.line)
+
+    def end(self) -> None:
+        self.registry.watch_gone(cast(WatchSession, self))
+
+
+@pytest.fixture
+async def registry() -> WorkerRegistry:
+    return WorkerRegistry([A, B], connect_timeout=1, heartbeat_timeout=3)
+
+
+def session(registry: WorkerRegistry, address: Address = A, *, epoch: int = 1, model: str = "m") -> FakeSession:
+    line = WatchLine(
+        worker=f"pod-{address.host}",
+        instance=f"life-{address.host}",
+        epoch=epoch,
+        engine="a",
+        state=Role.ACTIVE,
+        models=(model,),
+        inflight=0,
+        capacity=8,
+        steps=0,
+        seq=0,
+    )
+    return FakeSession(registry, address, line)
+
+
+def states(registry: WorkerRegistry, address: Address = A) -> list[tuple[str, int | None]]:
+    return [(item.state.value, item.epoch) for item in registry.entries[address].history]
+
+
+async def test_a_life(registry: WorkerRegistry) -> None:
+    first = session(registry)
+    assert registry.candidates("m") == ()
+    assert first.say()
+    assert [replica.key.epoch for replica in registry.candidates("m")] == [1]
+    assert registry.candidates("other") == ()
+    first.end()
+    assert registry.candidates("m") == ()
+    session(registry, epoch=2).say()
+    assert states(registry) == [("UP", 1), ("SUSPECT", 1), ("DOWN", 1), ("UP", 2)]
+
+
+async def test_a_broken_stream_makes_it_suspect_until_a_later_line(registry: WorkerRegistry) -> None:
+    watch = session(registry)
+    watch.say()
+    (replica,) = registry.candidates("m")
+    replica.pool._on_break()
+    assert states(registry)[-1] == ("SUSPECT", 1)
+    assert registry.candidates("m") == ()
+    watch.say(seq=1)
+    assert states(registry)[-1] == ("SUSPECT", 1)
+    watch.say(seq=2, later=0.3)
+    assert states(registry)[-1] == ("UP", 1)
+
+
+async def test_waiters_are_woken_in_the_same_turn_oldest_first(registry: WorkerRegistry) -> None:
+    woken: list[int] = []
+    waiters = []
+    for order in (3, 1, 2):
+        waiter = registry.wait(order, "m", frozenset())
+        waiter.future.add_done_callback(lambda _, order=order: woken.append(order))
+        waiters.append(waiter)
+    elsewhere = registry.wait(4, "other", frozenset())
+    session(registry, B, model="other").say()
+    assert elsewhere.future.done()
+    assert not any(waiter.future.done() for waiter in waiters[:0])
+    session(registry, A).say()
+    assert all(waiter.future.done() for waiter in waiters)
+    await asyncio.sleep(0)
+    assert woken == [1, 2, 3]
+    for waiter in (*waiters, elsewhere):
+        registry.forget(waiter)
+    assert registry.waiting == 0
+
+
+async def test_a_waiter_is_not_woken_for_what_it_excludes(registry: WorkerRegistry) -> None:
+    watch = session(registry)
+    watch.say()
+    waiter = registry.wait(1, "m", {ReplicaKey("pod-a", "life-a", 1)})
+    watch.say(seq=1)
+    assert not waiter.future.done()
+    session(registry, epoch=2).say()
+    assert waiter.future.done()
+
+
+async def test_unknown_models(registry: WorkerRegistry) -> None:
+    assert not registry.is_unknown("m")  # nobody is there to ask
+    watch = session(registry)
+    watch.say()
+    assert not registry.is_unknown("m")
+    assert registry.is_unknown("x")
+    assert not registry.is_unknown("")
+    watch.say(state=Role.DRAINING)
+    assert not registry.is_unknown("x")  # nobody is routable: wait and see
+    session(registry, B, model="n").say()
+    watch.end()
+    assert not registry.is_unknown("m")  # it was there a moment ago
+    registry.entries[A].last.line_at -= 61  # type: ignore[union-attr]
+    assert registry.is_unknown("m")
+
+
+async def test_a_second_watch_of_the_same_promotion_is_refused(registry: WorkerRegistry) -> None:
+    assert session(registry).say()
+    assert not session(registry).say()
+    assert session(registry, epoch=2).say()
+
+
+async def test_steps_are_noted_when_they_advance(registry: WorkerRegistry) -> None:
+    watch = session(registry)
+    watch.say()
+    (replica,) = registry.candidates("m")
+    before = replica.steps_at
+    watch.say(later=1)
+    assert replica.steps_at == before
+    watch.say(later=2, steps=1)
+    assert replica.steps_at == watch.line_at
+
+
+async def test_the_history_is_bounded(registry: WorkerRegistry) -> None:
+    for epoch in range(HISTORY_LENGTH):
+        watch = session(registry, epoch=epoch)
+        watch.say()
+        watch.end()
+    history = registry.entries[A].history
+    assert len(history) == HISTORY_LENGTH
+    assert history[-1].state is WorkerState.DOWN
