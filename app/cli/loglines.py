@@ -13,6 +13,8 @@ HEAD_CHARS: Final = 120
 """A level stands near the start of a line: "pod-0/engine-a 12:00:00.123 WARNING ..."; later, it is prose."""
 KEPT_LINES: Final = 3
 
+_OWN_PACKAGES: Final = frozenset({"", "app", "workers", "gms", "__main__"})
+_PACKAGE: Final = re.compile(r"([a-z_][a-z0-9_]*): ")
 _LEVEL: Final = re.compile(
     r"(?:^|[\s(\[])(WARNING|ERROR|CRITICAL)\b:?\s*"
     r"|\d\d:\d\d:\d\d\.\d{3} (warning|error|critical)\s+"  # the gateway writes them small
@@ -35,12 +37,27 @@ def level_of(line: str) -> Level:
     return {"WARNING": Level.WARNING, "ERROR": Level.ERROR, "CRITICAL": Level.ERROR}.get(name, Level.ORDINARY)
 
 
+def is_loud(line: str) -> bool:
+    """Whether a person should see it at once: every error, and the warnings of our own processes. What a library warns
+    of at each start (vLLM: a dozen lines) is for those who read the log."""
+    level = level_of(line)
+    return level is Level.ERROR or (level is Level.WARNING and _package_of(line) in _OWN_PACKAGES)
+
+
 def message_of(line: str) -> str:
     """The line without time, level and the like."""
     if line.startswith("{"):
         return str(_fields(line).get("message", line))
     found = _LEVEL.search(line[:HEAD_CHARS])
     return line[found.end() :].strip() if found else line.strip()
+
+
+def _package_of(line: str) -> str:
+    """The package that wrote it, as ``workers.logs`` tells it: ``vllm: ...`` or the JSON logger. "" is ours."""
+    if line.startswith("{"):
+        return str(_fields(line).get("logger", "")).partition(".")[0]
+    found = _PACKAGE.match(message_of(line))
+    return found.group(1) if found else ""
 
 
 def _fields(line: str) -> dict[str, object]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from app.cli.children import Child
-from app.cli.loglines import LastWords, Level, level_of
+from app.cli.loglines import LastWords, Level, is_loud, level_of
 from app.cli.screen import Screen
 
 LOG_LINES_PER_LOOK: Final = 20
@@ -30,11 +30,11 @@ class Voice:
         self._screen.say(f"{clock}.{int(moment % 1 * 1000):03d} {text}", style=style)
 
     def read_logs(self, children: Iterable[Child]) -> None:
-        """Repeat what is new and loud in the children's logs."""
+        """Repeat what is new and loud in the children's logs; lines beyond ``LOG_LINES_PER_LOOK`` are only counted."""
         for child in children:
             lines = child.new_lines()
             self._words.setdefault(child.name, LastWords()).feed(lines)
-            loud = [line for line in lines if level_of(line) is not Level.ORDINARY]
+            loud = [line for line in lines if is_loud(line)]
             for line in loud[:LOG_LINES_PER_LOOK]:
                 self._screen.say(f"{child.name} | {line}", style=_STYLES[level_of(line)])
             if len(loud) > LOG_LINES_PER_LOOK:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from app.cli.loglines import LastWords, Level, level_of, message_of
+from app.cli.loglines import LastWords, Level, is_loud, level_of, message_of
 
 
 @pytest.mark.parametrize(
@@ -27,6 +27,22 @@ from app.cli.loglines import LastWords, Level, level_of, message_of
 def test_levels(line: str, level: Level, message: str) -> None:
     assert level_of(line) is level
     assert message_of(line) == message
+
+
+@pytest.mark.parametrize(
+    ("line", "loud"),
+    [
+        ("pod-0/engine-a 12:00:00.123 WARNING engine a: the engine is gone (killed by SIGKILL)", True),
+        ("pod-0/gms 12:00:00.123 WARNING gms: others may enter the folder", True),
+        ("pod-0/engine-a 12:00:00.123 WARNING vllm: Triton is not installed", False),
+        ("pod-0/engine-a 12:00:00.123 ERROR   vllm: it broke", True),
+        ('{"level":"warning","logger":"workers.keeper","message":"gone"}', True),
+        ('{"level":"warning","logger":"vllm.config","message":"vague"}', False),
+        ("12:00:00.123 INFO    engine a is ready", False),
+    ],
+)
+def test_libraries_are_loud_only_when_something_breaks(line: str, loud: bool) -> None:
+    assert is_loud(line) is loud
 
 
 def test_the_last_error_explains_an_end() -> None:
