@@ -158,6 +158,7 @@ def create_config(namespace: argparse.Namespace, placement: Placement) -> Any:
     """
     from vllm.engine.arg_utils import AsyncEngineArgs
 
+    namespace.use_tqdm_on_load = False
     namespace.worker_cls = PRIVATE_WORKER
     if placement.service is not None:
         namespace.load_format = LOAD_FORMAT

@@ -52,6 +52,8 @@ def import_all() -> None:
         EngineConfigError: no vLLM here, or one that does not fit.
     """
     compat.prepare_environment()
+    if logging.getLogger().getEffectiveLevel() > logging.DEBUG:
+        logging.getLogger("vllm").setLevel(logging.WARNING)  # its INFO is sixty lines a start
     for module in _MODULES:
         importlib.import_module(module)
     compat.check_seams()

@@ -6,7 +6,6 @@ while it warms up, and the memory service's pages while it is active.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 from contextlib import AbstractContextManager
 from typing import Any, Final
@@ -137,8 +136,3 @@ def measure(model: Any, kv: KvMemory | None) -> EngineMemory:
 def _storages(tensors: Any) -> dict[int, Any]:
     storages = (tensor.untyped_storage() for tensor in tensors)
     return {storage.data_ptr(): storage for storage in storages}
-
-
-def trim_heap() -> None:
-    """Give freed heap pages back to the system: after a load the allocator holds on to many."""
-    ctypes.CDLL(None).malloc_trim(0)
