@@ -29,14 +29,16 @@ def run(arguments: list[str]) -> int:
     """
     pretty = not arguments or "--help" in arguments
     try:
-        code = build(pretty=pretty)(args=arguments, prog_name="hotspare", standalone_mode=True)
+        code = build(pretty=pretty, with_bench=pretty or arguments[0] == "bench")(
+            args=arguments, prog_name="hotspare", standalone_mode=True
+        )
     except SystemExit as done:
         code = done.code
     return code if isinstance(code, int) else ExitCode.DRAINED
 
 
-def build(*, pretty: bool) -> typer.Typer:
-    """The application. ``pretty`` help costs imports that a start need not pay for."""
+def build(*, pretty: bool, with_bench: bool) -> typer.Typer:
+    """The application. ``pretty`` help and the benchmarks cost imports that the other commands need not pay for."""
     app = typer.Typer(
         name="hotspare",
         help="OpenAI-compatible gateway over worker pods whose engines fail over to a hot spare.",
@@ -48,6 +50,10 @@ def build(*, pretty: bool) -> typer.Typer:
     app.callback()(_root)
     app.command("status")(_status)
     app.command("fault")(_fault)
+    if with_bench:
+        from app.cli.bench.command import build as build_bench
+
+        app.add_typer(build_bench(), name="bench")
     for name, line in {"up": UP_HELP, **{name: passed.help for name, passed in PASSED_ON.items()}}.items():
         # For the list in --help: main() has these carried out without Typer.
         app.command(name, help=line, rich_help_panel="Processes")(_passed_on)
