@@ -101,20 +101,23 @@ class AsgiDownstream:
     async def _flush(self) -> None:
         queue = self._queue
         while queue and not self._gone:
-            message = queue.popleft()
             try:
+                # One deadline for what is queued now; what is added meanwhile gets another.
                 async with asyncio.timeout(self._write_timeout):
-                    await self._send(message)
+                    for _ in range(len(queue)):
+                        await self._send_one(queue.popleft())
             except TimeoutError:
                 self._leave()
-                break
-            self._queued_bytes -= len(message.get("body", b""))
-            if self._paused and self._queued_bytes < LOW_WATER_BYTES:
-                self._paused = False
-                if self._observer is not None:
-                    self._observer.resume()
         if self._gone:
             queue.clear()
+
+    async def _send_one(self, message: Message) -> None:
+        await self._send(message)
+        self._queued_bytes -= len(message.get("body", b""))
+        if self._paused and self._queued_bytes < LOW_WATER_BYTES:
+            self._paused = False
+            if self._observer is not None:
+                self._observer.resume()
 
     async def _watch(self) -> None:
         while True:

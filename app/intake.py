@@ -21,7 +21,8 @@ from app.logs import fields
 from app.metrics import GatewayMetrics
 from app.openai.errors import GatewayError, Header, body_too_large, internal, invalid_json, unsupported_media_type
 from app.openai.surface import RESUME_CONTENT_TYPE, RelayRoute
-from app.relay import Relay, RelayRequest, Report
+from app.relay import Relay
+from app.relayed import RelayRequest, Report
 
 logger = logging.getLogger("app.access")
 
@@ -161,7 +162,7 @@ class Intake:
         seconds = time.monotonic() - started
         first = report.first_byte_at - started if report.first_byte_at else None
         status = report.status or CLIENT_CLOSED_REQUEST
-        known = model if model in self._relay.registry.known_models() else ""
+        known = model if self._relay.registry.knows(model) else ""
         self._metrics.request(route=route.name, model=known, status=status, seconds=seconds, first_byte_seconds=first)
         if report.retries or report.disconnected or report.error_code:
             self._metrics.trouble(

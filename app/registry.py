@@ -191,7 +191,11 @@ class WorkerRegistry:
         """Whether a request for this model has nothing to wait for: workers are routable, none is known to serve it."""
         if not model or not self._routable or model in self._by_model:
             return False
-        return model not in self.known_models()
+        return not self.knows(model)
+
+    def knows(self, model: str) -> bool:
+        """Whether a worker serves this model, or did a minute ago: bounds the values of a metric's label."""
+        return bool(model) and (model in self._by_model or model in self.known_models())
 
     def known_models(self) -> set[str]:
         """Models of reachable workers, and of those that went away less than a minute ago."""

@@ -1,7 +1,7 @@
 """The one loop every relayed request runs through: select a worker, send, relay, and select again if it breaks.
 
 Independent of the transport: the client is a ``Downstream``, workers are ``upstream`` connections. Bytes pass through
-``Attempt`` and :class:`Exchange` within the callback that brought them; the coroutine only waits for verdicts.
+``Attempt`` and ``Delivery`` within the callback that brought them; the coroutine only waits for verdicts.
 """
 
 from __future__ import annotations
@@ -13,22 +13,13 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from app.attempt import Attempt, Verdict
-from app.downstream import ClientGone, Downstream, send_error
-from app.headers import downstream_headers, stream_headers, upstream_headers
+from app.delivery import Delivery
+from app.downstream import ClientGone, Downstream
+from app.headers import upstream_headers
 from app.liveness import ReplicaKey
-from app.openai.errors import (
-    GatewayError,
-    Header,
-    bad_answer,
-    from_status,
-    has_envelope,
-    model_not_found,
-    no_worker,
-    worker_lost,
-)
-from app.openai.sse import KEEPALIVE, error_event
-from app.openai.surface import RelayRoute
+from app.openai.errors import GatewayError, model_not_found, no_worker, worker_lost
 from app.registry import Replica, WorkerRegistry
+from app.relayed import RelayRequest, Report
 from app.routing import RoundRobinRouter
 from app.upstream import UpstreamConnection, UpstreamError
 
@@ -51,35 +42,6 @@ class RelayLimits:
     keepalive: float
     attempts: int
     max_held_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RelayRequest:
-    """A request that was read and understood as far as routing needs."""
-
-    route: RelayRoute
-    target: bytes
-    """Path and query as the client wrote them."""
-    headers: list[Header]
-    body: bytes
-    model: str
-    """Empty if the request names none."""
-    streaming: bool
-    request_id: bytes
-    gateway_id: bytes
-
-
-@dataclass(slots=True)
-class Report:
-    """How a request went, for its access line and metrics."""
-
-    status: int = 0
-    error_code: str = ""
-    worker: str = ""
-    attempts: int = 0
-    retries: int = 0
-    first_byte_at: float = 0.0
-    disconnected: bool = False
 
 
 class Relay:
@@ -111,7 +73,7 @@ class Relay:
 
 
 class Exchange:
-    """One request on its way: a ``DownstreamObserver`` and an attempt's ``Answer``."""
+    """One request on its way: a ``DownstreamObserver``."""
 
     def __init__(
         self, relay: Relay, request: RelayRequest, downstream: Downstream, report: Report, *, order: int
@@ -133,10 +95,7 @@ class Exchange:
         self._pending: asyncio.Future[object] | None = None
         self._stopped: ClientGone | GatewayError | None = None
         self._paused = False
-        self._head_sent = False
-        self._event_stream = False
-        self._delivered = False
-        self._sent_at = time.monotonic()
+        self._delivery = Delivery(request, downstream, report)
         self._timer: asyncio.TimerHandle | None = None
 
     async def run(self) -> None:
@@ -147,7 +106,7 @@ class Exchange:
         except ClientGone:
             self._report.disconnected = True
         except GatewayError as error:
-            self._fail(error)
+            self._delivery.fail(error)
         finally:
             if self._timer is not None:
                 self._timer.cancel()
@@ -204,7 +163,7 @@ class Exchange:
         """The worker broke under the request. Go on elsewhere if the client has seen nothing."""
         self._broken.add(replica.key)
         self._waiting_since = 0.0
-        if self._delivered or self._report.attempts >= self._limits.attempts:
+        if self._delivery.delivered or self._report.attempts >= self._limits.attempts:
             raise worker_lost(reason)
         self._report.retries += 1
 
@@ -234,7 +193,7 @@ class Exchange:
 
     async def _try(self, replica: Replica, connection: UpstreamConnection) -> tuple[Verdict, str]:
         request = self._request
-        attempt = Attempt(replica, connection, request.route, self, max_held=self._limits.max_held_bytes)
+        attempt = Attempt(replica, connection, request.route, self._delivery, max_held=self._limits.max_held_bytes)
         self._attempt = attempt
         self._report.attempts += 1
         self._report.worker = replica.key.worker
@@ -288,73 +247,6 @@ class Exchange:
             self._attempt.progress_at = time.monotonic()
             self._attempt.resume()
 
-    # Answer
-
-    @property
-    def delivered(self) -> bool:
-        return self._delivered
-
-    def events(self, status: int, headers: list[Header], events: bytes) -> None:
-        if not self._delivered:
-            self._begin_delivery()
-            if not self._head_sent:
-                self._send_stream_head(headers)
-        self._sent_at = time.monotonic()
-        self._downstream.send_bytes(events)
-
-    def whole(self, status: int, headers: list[Header], body: bytes) -> None:
-        request_id = self._request.request_id
-        self._begin_delivery()
-        if status >= 400 and not has_envelope(body):
-            said = body[:1000].decode("utf-8", "replace")
-            body = from_status(status, said or f"The worker answered {status} without a word.").body
-            headers = [item for item in headers if item[0] != b"content-type"]
-            headers.append((b"content-type", b"application/json"))
-        if self._head_sent:
-            # Keep-alives have gone out: what should have been a status can only be an event now.
-            self._report.error_code = "bad_answer"
-            error = bad_answer(f"The worker answered {status}: {body[:1000].decode('utf-8', 'replace')}")
-            self._downstream.send_bytes(error_event(error, named=self._request.route.named_errors))
-            return
-        kept = downstream_headers(headers, request_id=request_id)
-        kept.append((b"content-length", b"%d" % len(body)))
-        self._send_head(400 if status == 422 else status, kept)
-        self._downstream.send_bytes(body)
-
-    def part(self, status: int, headers: list[Header], data: bytes, done: bool) -> None:
-        if not self._delivered:
-            self._begin_delivery()
-            if not self._head_sent:
-                self._send_head(status, downstream_headers(headers, request_id=self._request.request_id))
-        self._sent_at = time.monotonic()
-        if data:
-            self._downstream.send_bytes(data)
-
-    def _begin_delivery(self) -> None:
-        self._delivered = True
-        self._report.first_byte_at = time.monotonic()
-
-    def _send_head(self, status: int, headers: list[Header]) -> None:
-        self._head_sent = True
-        self._report.status = status
-        self._downstream.send_head(status, headers)
-
-    def _send_stream_head(self, headers: list[Header]) -> None:
-        self._event_stream = True
-        self._send_head(200, stream_headers(headers, request_id=self._request.request_id))
-
-    def _fail(self, error: GatewayError) -> None:
-        """Tell the client, in the form that is still possible."""
-        self._report.error_code = error.code
-        if not self._head_sent:
-            self._report.status = error.status
-            send_error(self._downstream, error, self._request.request_id)
-        elif self._event_stream:
-            self._downstream.send_bytes(error_event(error, named=self._request.route.named_errors))
-            self._downstream.end()
-        else:
-            self._downstream.abort()
-
     # Deadlines: one timer per request, for the nearest of them
 
     def _arm(self) -> None:
@@ -362,7 +254,7 @@ class Exchange:
         limits = self._limits
         due = now + min(limits.first_byte, limits.stall)
         if self._request.streaming:
-            due = min(due, max(self._sent_at + limits.keepalive, now + 0.05))
+            due = min(due, max(self._delivery.sent_at + limits.keepalive, now + 0.05))
         if self._attempt is not None and not self._paused:
             due = min(due, max(self._silent_until(self._attempt), now + 0.05))
         self._timer = asyncio.get_running_loop().call_later(max(0.001, due - now), self._tick)
@@ -370,8 +262,8 @@ class Exchange:
     def _tick(self) -> None:
         now = time.monotonic()
         self._timer = None
-        if self._request.streaming and now >= self._sent_at + self._limits.keepalive and not self._paused:
-            self._keep_alive()
+        if self._request.streaming and now >= self._delivery.sent_at + self._limits.keepalive and not self._paused:
+            self._delivery.keep_alive()
         if self._attempt is not None and not self._paused and now >= self._silent_until(self._attempt):
             self._check_silence(self._attempt, now)
         self._arm()
@@ -390,13 +282,6 @@ class Exchange:
         elsewhere = any(r.key not in shunned for r in self._registry.candidates(self._request.model))
         if elsewhere or overdue >= (STALL_LIMITS_WITHOUT_ALTERNATIVE - 1) * limit:
             attempt.give_up(f"no sign of life for {limit:g} s")
-
-    def _keep_alive(self) -> None:
-        self._sent_at = time.monotonic()
-        if not self._head_sent:
-            self._send_stream_head([])
-        if self._event_stream:
-            self._downstream.send_bytes(KEEPALIVE)
 
 
 def _key(replica: Replica) -> ReplicaKey:
