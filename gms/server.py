@@ -283,7 +283,7 @@ class Server:
 
     def _left(self, session: Session) -> None:
         wanted = self._service.leave(session.client.id, proof=not session.alive)
-        log.info("%s %s", session.client.label, "is disconnected, its end is awaited" if wanted else "is gone")
+        log.debug("%s %s", session.client.label, "is disconnected, its end is awaited" if wanted else "is gone")
         if not wanted:
             self._forget(session)
 

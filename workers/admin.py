@@ -42,6 +42,8 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
     role_seconds: float
     pid: int
     keeper_pid: int | None
+    restarts: int
+    """How many engines this keeper has forked before this one."""
     epoch: int
     inflight: int
     capacity: int

@@ -15,6 +15,7 @@ from workers.keeper import Keeper, KeeperTimeouts
 from workers.life import EngineLife
 from workers.memory import MemoryService
 from workers.settings import EngineSettings
+from workers.vitals import Kept
 
 logger = logging.getLogger(__name__)
 
@@ -29,12 +30,12 @@ def run_engine_process(settings: EngineSettings) -> int:
     runtime_dir = settings.pod_dir / f"engine-{settings.engine_id}"
     if not settings.keeper:
         runtime_dir.mkdir(mode=0o700, exist_ok=True)
-        return run_engine(settings, runtime_dir=runtime_dir, heartbeat_fd=None, keeper_pid=None)
+        return run_engine(settings, runtime_dir=runtime_dir, heartbeat_fd=None, kept=None)
     keeper_pid = os.getpid()
     keeper = Keeper(
         name=f"engine {settings.engine_id}",
-        engine_main=lambda heartbeat_fd: run_engine(
-            settings, runtime_dir=runtime_dir, heartbeat_fd=heartbeat_fd, keeper_pid=keeper_pid
+        engine_main=lambda heartbeat_fd, restarts: run_engine(
+            settings, runtime_dir=runtime_dir, heartbeat_fd=heartbeat_fd, kept=Kept(keeper_pid, restarts)
         ),
         runtime_dir=runtime_dir,
         timeouts=KeeperTimeouts(
@@ -76,7 +77,7 @@ def build_engine(settings: EngineSettings, *, runtime_dir: Path) -> Engine:
     return VllmEngine(settings, service, runtime_dir)
 
 
-def run_engine(settings: EngineSettings, *, runtime_dir: Path, heartbeat_fd: int | None, keeper_pid: int | None) -> int:
+def run_engine(settings: EngineSettings, *, runtime_dir: Path, heartbeat_fd: int | None, kept: Kept | None) -> int:
     """One engine's life in this process."""
     try:
         lock = FlockFailoverLock(settings.lock_path)  # before any socket: see workers.failover_lock
@@ -86,7 +87,7 @@ def run_engine(settings: EngineSettings, *, runtime_dir: Path, heartbeat_fd: int
 
     async def live() -> int:
         engine = build_engine(settings, runtime_dir=runtime_dir)
-        life = EngineLife(settings=settings, engine=engine, lock=lock, heartbeat_fd=heartbeat_fd, keeper_pid=keeper_pid)
+        life = EngineLife(settings=settings, engine=engine, lock=lock, heartbeat_fd=heartbeat_fd, kept=kept)
         return await life.run()
 
     return uvloop.run(live())

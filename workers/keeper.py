@@ -37,8 +37,9 @@ from workers.role import Role
 
 logger = logging.getLogger(__name__)
 
-EngineMain = Callable[[int], int]
-"""Runs an engine to its end in the forked process: write end of the heartbeat pipe in, exit code out."""
+EngineMain = Callable[[int, int], int]
+"""Runs an engine to its end in the forked process: write end of the heartbeat pipe and how many engines this keeper
+has forked before in, exit code out."""
 
 _LOOK_MS: Final = 250
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
@@ -71,6 +72,7 @@ class Keeper:
         self._runtime_dir = runtime_dir
         self._timeouts = timeouts
         self._stops = 0
+        self._forks = 0
 
     def run(self) -> int:
         """Keep an engine alive; returns this process's exit code."""
@@ -172,6 +174,7 @@ class Keeper:
         keeper_pid = os.getpid()
         pid = os.fork()
         if pid:
+            self._forks += 1
             return pid
         code: int = ExitCode.FORCED
         try:
@@ -182,7 +185,7 @@ class Keeper:
             for fd in inherited:
                 os.close(fd)
             die_with_parent(keeper_pid)
-            code = self._engine_main(engine_end)
+            code = self._engine_main(engine_end, self._forks)
         except BaseException:  # the process ends here in any case, and must say why
             traceback.print_exc()
             code = ExitCode.ENGINE_DEAD

@@ -35,7 +35,7 @@ from workers.http_server import serve_http
 from workers.role import RoleEvent
 from workers.serving import ServingApp
 from workers.settings import EngineSettings
-from workers.vitals import Vitals
+from workers.vitals import Kept, Vitals
 
 logger = logging.getLogger(__name__)
 
@@ -62,14 +62,14 @@ class EngineLife:
         engine: Engine,
         lock: FlockFailoverLock,
         heartbeat_fd: int | None,
-        keeper_pid: int | None,
+        kept: Kept | None,
     ) -> None:
         self._settings = settings
         self._engine = engine
         self._lock = lock
         self._heartbeat_fd = heartbeat_fd
-        self._keeper_pid = keeper_pid
-        self._vitals = Vitals(settings, engine, keeper_pid=keeper_pid)
+        self._kept = kept
+        self._vitals = Vitals(settings, engine, kept=kept)
         self._leave = asyncio.Event()
 
     async def run(self) -> int:
@@ -284,7 +284,7 @@ class EngineLife:
     def _signals(self) -> Iterator[None]:
         """SIGTERM (and SIGINT, unless a keeper passes it on) asks to leave; a second one ends the process now."""
         loop = asyncio.get_running_loop()
-        numbers = [signal.SIGTERM] if self._keeper_pid else [signal.SIGTERM, signal.SIGINT]
+        numbers = [signal.SIGTERM] if self._kept else [signal.SIGTERM, signal.SIGINT]
 
         def asked() -> None:
             if self._leave.is_set():

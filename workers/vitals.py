@@ -11,6 +11,8 @@ import os
 import resource
 import time
 
+import msgspec
+
 from workers import metrics
 from workers.admin import EngineState, Promotion
 from workers.contract import Role, WatchLine
@@ -23,13 +25,20 @@ from workers.settings import EngineSettings
 logger = logging.getLogger(__name__)
 
 
+class Kept(msgspec.Struct, frozen=True):
+    """Who keeps this engine: the keeper's pid, and how many engines it has forked before this one."""
+
+    keeper_pid: int
+    restarts: int
+
+
 class Vitals:
     """One engine's facts. ``change`` tells waiting watches that something worth a line has happened."""
 
-    def __init__(self, settings: EngineSettings, engine: Engine, *, keeper_pid: int | None) -> None:
+    def __init__(self, settings: EngineSettings, engine: Engine, *, kept: Kept | None) -> None:
         self._settings = settings
         self._engine = engine
-        self._keeper_pid = keeper_pid
+        self._kept = kept
         self._machine = RoleMachine(now=time.monotonic())
         self.change = Change()
         self.epoch = 0
@@ -106,7 +115,8 @@ class Vitals:
             role=self.role,
             role_seconds=now - self._machine.since,
             pid=os.getpid(),
-            keeper_pid=self._keeper_pid,
+            keeper_pid=self._kept.keeper_pid if self._kept else None,
+            restarts=self._kept.restarts if self._kept else 0,
             epoch=self.epoch,
             inflight=self.inflight,
             capacity=settings.capacity,

@@ -64,6 +64,7 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
     capacity: int
     rss_bytes: int
     monotonic: float
+    restarts: int = 0
     models: tuple[str, ...] = ()
     memory: EngineMemoryReport | None = None
     promotion: PromotionReport | None = None

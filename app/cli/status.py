@@ -173,7 +173,7 @@ async def _engine_status(pod: PodFile, name: str, answer: EngineAnswer) -> Engin
         pid=answer.pid,
         keeper_pid=entry.pid if entry.pid != answer.pid else None,
         admin_port=entry.admin_port,
-        restarts=entry.restarts,
+        restarts=entry.restarts + answer.restarts,
         epoch=answer.epoch,
         inflight=answer.inflight,
         capacity=answer.capacity,

@@ -66,9 +66,7 @@ def running(
     name: str, module: str, *arguments: str, log_dir: Path, env: Mapping[str, str] | None = None
 ) -> Iterator[Process]:
     """``python -m module arguments``, killed with its whole session at the end."""
-    process = Process(
-        name, [sys.executable, "-m", module, *arguments], env=env or {}, log=log_dir / f"{name}.log"
-    )
+    process = Process(name, [sys.executable, "-m", module, *arguments], env=env or {}, log=log_dir / f"{name}.log")
     try:
         yield process
     finally:

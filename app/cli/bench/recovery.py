@@ -23,6 +23,7 @@ import msgspec
 
 from app.cli.bench.load import SteadyLoad
 from app.cli.bench.system import BenchError, System, running_system
+from app.cli.observe import private_bytes
 
 PERIOD_SECONDS: Final = 0.02
 MOST_OUTSTANDING: Final = 8
@@ -102,7 +103,7 @@ async def _shadow_round(system: System, load: SteadyLoad) -> Round:
     parked = await system.until(
         lambda: system.engine("STANDBY"), saying="a shadow is parked", timeout_seconds=READY_SECONDS
     )
-    private = _private_mib(parked["pid"])
+    private = await asyncio.to_thread(private_bytes, parked["pid"])
     engines = await system.engines()
     copies = sum(state["memory"]["weights_outside_gms_bytes"] for state in engines)
     weights = engines[0]["memory"]["weights_bytes"]
@@ -128,7 +129,7 @@ async def _shadow_round(system: System, load: SteadyLoad) -> Round:
         promote=routable - promotion["granted"],
         first_token=first.done - routable,
         redundancy=spare["monotonic"] - spare["role_seconds"] - killed,
-        parked_private_mib=private,
+        parked_private_mib=(private or 0) / (1 << 20),
         weights_copies=copies / weights,
     )
 
@@ -176,16 +177,6 @@ def _moment(history: list[dict[str, Any]], state: str, epoch: int) -> float:
         if entry["state"] == state and entry["epoch"] == epoch:
             return float(entry["monotonic"])
     raise BenchError(f"the gateway's history does not show {state} for epoch {epoch}: {history[-6:]}")
-
-
-def _private_mib(pid: int) -> float:
-    """Memory that only this process has (smaps_rollup in proc(5)), in MiB."""
-    kib = 0
-    with open(f"/proc/{pid}/smaps_rollup", encoding="ascii") as rollup:
-        for line in rollup:
-            if line.startswith(("Private_Clean:", "Private_Dirty:")):
-                kib += int(line.split()[1])
-    return kib / 1024
 
 
 def summarise(engine: str, shadow: Arm, cold: Arm) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -14,6 +13,8 @@ from typing import Any, Final, TypeVar
 
 import httpx
 import msgspec
+
+from app.cli.launch import module_command, safe_environment
 
 T = TypeVar("T")
 
@@ -108,25 +109,29 @@ class System:
         return time.monotonic()
 
 
+async def _start(run_dir: Path, *, flags: Sequence[str], env: Mapping[str, str]) -> asyncio.subprocess.Process:
+    os.makedirs(run_dir, mode=0o700)
+    log = os.open(run_dir / "up.log", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        return await asyncio.create_subprocess_exec(
+            *module_command("app.cli.main", "up"),
+            *("--run-dir", str(run_dir), "--port", "0", "--base-port", "0", *flags),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env={**safe_environment(os.environ), **env, "HOTSPARE_PARENT_PID": str(os.getpid())},
+            start_new_session=True,
+        )
+    finally:
+        os.close(log)
+
+
 @asynccontextmanager
 async def running_system(
     run_dir: Path, *, flags: Sequence[str], env: Mapping[str, str], timeout_seconds: float
 ) -> AsyncIterator[System]:
     """``hotspare up`` with one pod on free ports; stopped with SIGTERM, or SIGKILL if that does not help."""
-    os.makedirs(run_dir, mode=0o700)
-    with open(run_dir / "up.log", "wb") as log:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "app.cli.main",
-            "up",
-            *("--run-dir", str(run_dir), "--port", "0", "--base-port", "0", *flags),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            env={**os.environ, **env, "HOTSPARE_PARENT_PID": str(os.getpid())},
-            start_new_session=True,
-        )
+    process = await _start(run_dir, flags=flags, env=env)
     try:
         async with httpx.AsyncClient(timeout=5, trust_env=False) as client:
             system = System(run_dir, process, client)

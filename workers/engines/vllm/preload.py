@@ -10,6 +10,8 @@ import importlib
 import logging
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Final
 
 from workers.engine import EngineConfigError
@@ -54,10 +56,23 @@ def import_all() -> None:
     compat.prepare_environment()
     if logging.getLogger().getEffectiveLevel() > logging.DEBUG:
         logging.getLogger("vllm").setLevel(logging.WARNING)  # its INFO is sixty lines a start
-    for module in _MODULES:
-        importlib.import_module(module)
+    with _root_logger_kept():
+        for module in _MODULES:
+            importlib.import_module(module)
     compat.check_seams()
     plugin.register()
+
+
+@contextmanager
+def _root_logger_kept() -> Iterator[None]:
+    """Some library that vLLM imports sets the root logger's level to its own taste; that would silence us."""
+    root = logging.getLogger()
+    level, handlers = root.level, list(root.handlers)
+    try:
+        yield
+    finally:
+        root.setLevel(level)
+        root.handlers[:] = handlers
 
 
 def preload(settings: EngineSettings) -> None:
