@@ -30,7 +30,9 @@ MOST_OUTSTANDING: Final = 8
 WAIT_FOR_WORKER_SECONDS: Final = 120
 READY_SECONDS: Final = 300.0
 SETTLE_REQUESTS: Final = 50
-"""Successes before each kill: the load is steady then, and the engine warm."""
+SETTLE_SECONDS: Final = 3.0
+"""Successes, and time as the active engine, before each kill: the load is steady then, the engine warm, and no
+supervisor takes the kill for a crash loop and waits before it starts the engine again."""
 
 ARMS: Final = {"shadow": (), "cold": ("--shadows", "0", "--no-gms", "--no-keeper")}
 
@@ -149,9 +151,12 @@ async def _cold_round(system: System, load: SteadyLoad) -> Round:
 async def _settle_and_kill(system: System, load: SteadyLoad, *, watch: bool) -> tuple[dict[str, Any], float, float]:
     """Wait for a steady load, kill the active engine; its state, the moment, and when this process saw its EOF."""
     await load.wait_for_success(count=SETTLE_REQUESTS, timeout_seconds=READY_SECONDS)
-    victim = await system.engine("ACTIVE")
-    if not victim:
-        raise BenchError("no engine is active although requests are answered")
+
+    async def settled() -> dict[str, Any]:
+        state = await system.engine("ACTIVE")
+        return state if state and state["role_seconds"] >= SETTLE_SECONDS else {}
+
+    victim = await system.until(settled, saying="the active engine is settled", timeout_seconds=READY_SECONDS)
     host, port = system.serving
     reader, writer = await asyncio.open_connection(host, port)
     try:

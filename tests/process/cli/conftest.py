@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.process.cli.machines import Machine, StartUp
+from tests.support.machine import Machine, StartUp
 
 
 @pytest.fixture

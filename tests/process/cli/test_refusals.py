@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.process.cli.machines import UP, StartUp, hotspare
+from tests.support.machine import UP, StartUp, hotspare
 
 pytestmark = pytest.mark.process
 

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from tests.process.cli.machines import StartUp
+from tests.support.machine import StartUp
 from tests.support.processes import until
 
 pytestmark = pytest.mark.process

@@ -17,7 +17,7 @@ import msgspec
 from app.cli.status import look
 from tests.support.processes import MS, Process, gone, until
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 DEADLINE_SECONDS = 20_000 * MS
 UP = ("up", "--engine", "sim", "--port", "0", "--base-port", "0")
 
@@ -41,8 +41,17 @@ def hotspare(
 class Machine:
     """``hotspare up`` in a process of its own."""
 
-    def __init__(self, run_dir: Path, log_dir: Path, flags: Sequence[str], env: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        log_dir: Path,
+        flags: Sequence[str],
+        env: Mapping[str, str],
+        *,
+        deadline_seconds: float = DEADLINE_SECONDS,
+    ) -> None:
         self.run_dir = run_dir
+        self._deadline = deadline_seconds
         command = [sys.executable, "-m", "app.cli.main", *UP, "--run-dir", str(run_dir), *flags]
         log = log_dir / f"up-{len(list(log_dir.glob('up-*.log')))}.log"
         self.up = Process("hotspare up", command, env={"PYTHONPATH": str(ROOT), **env}, log=log)
@@ -59,7 +68,7 @@ class Machine:
             return found
 
         try:
-            return until(look, saying=pattern, seconds=DEADLINE_SECONDS)
+            return until(look, saying=pattern, seconds=self._deadline)
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.up.output()}") from None
 
@@ -93,7 +102,7 @@ class Machine:
             status = self.status()
             return status if fits(status) else None
 
-        return until(ask, saying=saying, seconds=DEADLINE_SECONDS)
+        return until(ask, saying=saying, seconds=self._deadline)
 
     def fault(self, what: str, pod: str = "pod-0") -> str:
         done = hotspare("fault", what, pod, "--run-dir", str(self.run_dir))
