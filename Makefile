@@ -30,7 +30,7 @@ check: setup-test ## lint, types, layers and unit tests
 	$(BIN)/pytest tests/unit --quiet
 
 test: check ## everything that CI runs: check, then all other tests (ARGS: options of pytest)
-	$(BIN)/pytest tests --ignore=tests/unit --numprocesses 2 --dist loadgroup --durations=15 $(ARGS)
+	$(BIN)/pytest tests --ignore=tests/unit --numprocesses 2 --no-loadscope-reorder --durations=15 $(ARGS)
 
 lock: setup-test ## re-create requirements/*.txt (ARGS=--upgrade: with the newest versions)
 	$(BIN)/python scripts/lock.py $(ARGS)

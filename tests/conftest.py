@@ -1,17 +1,28 @@
-"""How the suite is spread over processes (pytest-xdist, ``--dist loadgroup``)."""
+"""How the suite is spread over processes by pytest-xdist."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 TESTS = Path(__file__).parent
 
 
+class _ByPlace(LoadScopeScheduling):
+    """File by file; but what runs real vLLM stays in one process, so that one warm parent serves it all."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        return "engine" if file.startswith("tests/engine/") else file
+
+
+@pytest.hookimpl
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadScopeScheduling:
+    return _ByPlace(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Real vLLM stays in one process, whose warm parent it shares, and starts first; the rest goes file by file."""
-    for item in items:
-        place = item.path.relative_to(TESTS)
-        item.add_marker(pytest.mark.xdist_group("engine" if place.parts[0] == "engine" else str(place)))
+    """The long ones start first."""
     items.sort(key=lambda item: item.path.relative_to(TESTS).parts[0] != "engine")

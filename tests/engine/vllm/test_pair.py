@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Iterator
@@ -24,6 +25,11 @@ class Pair(NamedTuple):
     reader: EngineProcess
     tokens: list[int]
     """What the writer generated, before the reader existed."""
+    epochs: Iterator[int]
+    """Promotions of the pod: each wake takes the next."""
+
+    def wake(self, engine: EngineProcess) -> None:
+        engine.wake(next(self.epochs))
 
 
 @pytest.fixture(scope="module")
@@ -31,13 +37,14 @@ def pair(driver: Driver, service: MemoryService, model_folder: Path) -> Iterator
     """The writer ran once and is parked; the reader started without a checkpoint. Both parked between tests."""
     writer = driver.fork("writer", msgspec.structs.replace(service, engine="a"))
     try:
-        writer.wake(1)
+        epochs = itertools.count(1)
+        writer.wake(next(epochs))
         tokens = writer.token_ids(TOKENS)
         writer.park()
         with _checkpoint_hollow(model_folder):
             reader = driver.fork("reader", msgspec.structs.replace(service, engine="b"))
         try:
-            yield Pair(writer, reader, tokens)
+            yield Pair(writer, reader, tokens, epochs)
         finally:
             reader.kill()
     finally:
@@ -103,7 +110,7 @@ def test_the_writers_private_copies_are_gone(pair: Pair) -> None:
 def test_a_parked_engine_holds_no_kv_memory(pair: Pair) -> None:
     assert kv_mappings(pair.reader.pid) == []
     assert pair.reader.status()["memory"]["kv_mapped"] is False
-    pair.reader.wake(2)
+    pair.wake(pair.reader)
     assert kv_mappings(pair.reader.pid)
     assert pair.reader.status()["memory"]["kv_mapped"] is True
     pair.reader.park()
@@ -111,7 +118,7 @@ def test_a_parked_engine_holds_no_kv_memory(pair: Pair) -> None:
 
 
 def test_the_reader_generates_what_the_writer_did(pair: Pair) -> None:
-    pair.reader.wake(3)
+    pair.wake(pair.reader)
     assert pair.reader.token_ids(TOKENS) == pair.tokens
     assert "Paris" in pair.reader.ask("What is the capital of France?")
     status = pair.reader.status()
@@ -122,18 +129,20 @@ def test_the_reader_generates_what_the_writer_did(pair: Pair) -> None:
 
 
 def test_ten_cycles_change_nothing(pair: Pair) -> None:
-    for epoch in range(4, 14):
-        pair.reader.wake(epoch)
+    for _ in range(10):
+        pair.wake(pair.reader)
         assert pair.reader.token_ids(8) == pair.tokens[:8]
         pair.reader.park()
 
 
 def test_a_wake_that_is_refused_leaves_the_engine_parked(pair: Pair) -> None:
+    pair.wake(pair.reader)
+    pair.reader.park()
     refused = pair.reader.control("wake", "1")  # an epoch that is over
     assert refused.status_code == 500
     assert refused.json()["error"] == "GmsError"
     assert kv_mappings(pair.reader.pid) == []
-    pair.reader.wake(14)
+    pair.wake(pair.reader)
     pair.reader.park()
 
 
@@ -151,13 +160,13 @@ def test_only_client_routes_are_served(pair: Pair) -> None:
 
 
 def test_the_promoted_shadow_goes_on_after_a_kill(pair: Pair) -> None:
-    pair.writer.wake(20)
+    pair.wake(pair.writer)
     with pair.writer.client.stream(
         "POST", "/v1/completions", json={"model": "smollm2", "prompt": "One", "max_tokens": 500, "stream": True}
     ) as stream:
         next(stream.iter_lines())
         pair.writer.kill()
-    pair.reader.wake(21)
+    pair.wake(pair.reader)
     assert pair.reader.token_ids(TOKENS) == pair.tokens
 
 
