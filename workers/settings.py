@@ -15,6 +15,8 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from pydantic import BeforeValidator, Field, StringConstraints, ValidationError, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from workers.heartbeat import BEAT_PERIOD_SECONDS
+
 MIB = 1024 * 1024
 
 EngineName = Literal["vllm", "sim"]
@@ -24,12 +26,18 @@ Port = Annotated[int, Field(ge=1, le=65535)]
 
 SettingsT = TypeVar("SettingsT", bound=BaseSettings)
 
+MIN_BEAT_TIMEOUT_SECONDS = 3 * BEAT_PERIOD_SECONDS
+"""With less, one late beat of a busy machine would cost a healthy engine its life."""
 MAX_UNIX_PATH_BYTES = 107
 """``sun_path`` holds 108 bytes with its terminating zero (unix(7))."""
 
 
 def _split_ports(value: object) -> object:
     return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+
+def _lower(value: object) -> object:
+    return value.lower() if isinstance(value, str) else value
 
 
 def _split_arguments(value: object) -> object:
@@ -40,6 +48,10 @@ Ports = Annotated[tuple[Port, ...], NoDecode, BeforeValidator(_split_ports)]
 """Comma-separated in a flag or an environment variable."""
 Arguments = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_arguments)]
 """As a shell would split them."""
+
+
+LogLevel = Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(_lower)]
+"""In any case: what people write for Python's logging is understood, too."""
 
 
 class SettingsError(Exception):
@@ -55,15 +67,28 @@ def load_settings(cls: type[SettingsT], flags: dict[str, Any]) -> SettingsT:
     try:
         return cls(**flags)
     except ValidationError as error:
-        prefix = cls.model_config.get("env_prefix", "")
         sentences = []
         for problem in error.errors(include_url=False):
-            name = ".".join(str(part) for part in problem["loc"])
+            name = _variable(cls, error.title, problem["loc"])
             message = problem["msg"].removeprefix("Value error, ")
             given = problem.get("input")
-            where = f"{prefix}{name.upper()} (given: {given!r}): " if name and not isinstance(given, dict) else ""
+            where = f"{name} (given: {given!r}): " if name and not isinstance(given, dict) else ""
             sentences.append(f"{where}{message}")
         raise SettingsError("; ".join(sentences)) from error
+
+
+def _variable(cls: type[BaseSettings], failed: str, location: tuple[int | str, ...]) -> str:
+    """The variable behind a problem; "" if it is about several. ``failed`` is the class that refused: ``cls``, or
+    settings nested in it, which have a prefix of their own."""
+    nested = {
+        name: field.annotation
+        for name, field in cls.model_fields.items()
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseSettings)
+    }
+    owner = next((other for other in nested.values() if other.__name__ == failed), cls)
+    if location and location[0] in nested:
+        owner, location = nested[str(location[0])], location[1:]
+    return f"{owner.model_config.get('env_prefix', '')}{str(location[0]).upper()}" if location else ""
 
 
 class SimSettings(BaseSettings):
@@ -96,11 +121,13 @@ class WorkerSettings(BaseSettings):
     keeper: bool = True
     device: Annotated[str, StringConstraints(pattern=r"^(cpu|cuda):\d{1,3}$")] = "cpu:0"
     log_format: Literal["console", "json"] = "console"
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_level: LogLevel = "info"
     parent_pid: int | None = None
     """Die when this process, the parent, dies. Set by whoever starts us on one machine; unset in a container."""
     drain_timeout_seconds: Annotated[float, Field(ge=0, le=3600)] = 5.0
     """How long a terminating engine waits for the requests it has."""
+    engine_shutdown_seconds: Annotated[float, Field(gt=0, le=3600)] = 5.0
+    """How long an engine may take to stop after its requests have ended."""
 
     @property
     def pod_dir(self) -> Path:
@@ -137,9 +164,9 @@ class EngineSettings(WorkerSettings):
     capacity: Annotated[int, Field(ge=1, le=65536)] = 64
     heartbeat_seconds: Annotated[float, Field(gt=0, le=60)] = 1.0
     """The watch says something at least this often."""
-    beat_timeout_seconds: Annotated[float, Field(gt=0, le=3600)] = 3.0
+    beat_timeout_seconds: Annotated[float, Field(ge=MIN_BEAT_TIMEOUT_SECONDS, le=3600)] = 3.0
     """The keeper kills an engine whose event loop gave no beat for this long."""
-    init_beat_timeout_seconds: Annotated[float, Field(gt=0, le=3600)] = 60.0
+    init_beat_timeout_seconds: Annotated[float, Field(ge=MIN_BEAT_TIMEOUT_SECONDS, le=3600)] = 60.0
     """The same before the engine is initialised: loading weights may hold the loop up for a while."""
     step_timeout_seconds: Annotated[float, Field(gt=0, le=86400)] = 120.0
     """The keeper kills an engine that took no step for this long while requests run."""
@@ -172,14 +199,16 @@ class PodSettings(WorkerSettings):
     startup_timeout_seconds: Annotated[float, Field(gt=0, le=86400)] = 600.0
     """Liveness does not count before an engine's first answer, for at most this long."""
     grace_period_seconds: Annotated[float, Field(gt=0, le=86400)] = 15.0
-    """SIGTERM to SIGKILL."""
+    """SIGTERM to SIGKILL: time for the requests, for the engine's own shutdown, and some to spare."""
 
     @model_validator(mode="after")
     def _grace_covers_drain(self) -> Self:
-        if self.grace_period_seconds <= self.drain_timeout_seconds:
+        orderly = self.drain_timeout_seconds + self.engine_shutdown_seconds
+        if self.grace_period_seconds <= orderly:
             raise ValueError(
                 f"grace_period_seconds ({self.grace_period_seconds:g}) must be longer than drain_timeout_seconds "
-                f"({self.drain_timeout_seconds:g}), or engines are killed while they drain"
+                f"({self.drain_timeout_seconds:g}) and engine_shutdown_seconds ({self.engine_shutdown_seconds:g}) "
+                f"together ({orderly:g}), or engines are killed while they drain or stop"
             )
         if len(self.admin_ports) < self.shadows + 1:
             raise ValueError(f"{self.shadows + 1} engines need as many admin ports; got {len(self.admin_ports)}")

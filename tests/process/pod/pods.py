@@ -29,6 +29,7 @@ class Pod:
             "PYTHONPATH": str(ROOT),
             "HOTSPARE_RUN_DIR": str(run_dir),
             "HOTSPARE_DRAIN_TIMEOUT_SECONDS": "0",
+            "HOTSPARE_ENGINE_SHUTDOWN_SECONDS": str(100 * MS),
             "HOTSPARE_LIVENESS_PERIOD_SECONDS": str(20 * MS),
             "HOTSPARE_LIVENESS_FAILURES": "3",
         }

@@ -1,0 +1,59 @@
+"""The worker's settings: what is refused, and by which name."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from workers.heartbeat import BEAT_PERIOD_SECONDS
+from workers.settings import EngineSettings, PodSettings, SettingsError, SimSettings, load_settings
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith("HOTSPARE_"):
+            monkeypatch.delenv(name)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("HOTSPARE_CAPACITY", "0"),
+        ("HOTSPARE_SIM_TTFT_SECONDS", "-1"),
+        ("HOTSPARE_STANDBY_ADMIN_PORTS", "8101,x"),
+    ],
+)
+def test_a_bad_value_is_refused_by_the_name_that_it_was_given_under(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+) -> None:
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(SettingsError, match=rf"^{variable} \(given: "):
+        load_settings(EngineSettings, {})
+
+
+def test_a_nested_value_given_by_the_program_has_its_own_variables_name() -> None:
+    with pytest.raises(SettingsError, match=r"^HOTSPARE_SIM_SEED \(given: 'x'\)"):
+        load_settings(EngineSettings, {"sim": {"seed": "x"}})
+    with pytest.raises(SettingsError, match=r"^HOTSPARE_SIM_SEED \(given: 'x'\)"):
+        load_settings(SimSettings, {"seed": "x"})
+
+
+@pytest.mark.parametrize("name", ["beat_timeout_seconds", "init_beat_timeout_seconds"])
+def test_a_beat_timeout_leaves_room_for_a_late_beat(name: str) -> None:
+    with pytest.raises(SettingsError, match=f"^HOTSPARE_{name.upper()} "):
+        load_settings(EngineSettings, {name: 2.9 * BEAT_PERIOD_SECONDS})
+    assert getattr(load_settings(EngineSettings, {name: 3 * BEAT_PERIOD_SECONDS}), name) == 0.75
+
+
+def test_the_grace_period_covers_drain_and_shutdown_together() -> None:
+    load_settings(PodSettings, {"drain_timeout_seconds": 6, "engine_shutdown_seconds": 8, "grace_period_seconds": 14.1})
+    with pytest.raises(SettingsError, match=r"drain_timeout_seconds \(6\) and engine_shutdown_seconds \(8\) together"):
+        load_settings(
+            PodSettings, {"drain_timeout_seconds": 6, "engine_shutdown_seconds": 8, "grace_period_seconds": 14}
+        )
+
+
+def test_log_levels_are_taken_in_any_case() -> None:
+    assert load_settings(EngineSettings, {"log_level": "WARNING"}).log_level == "warning"
