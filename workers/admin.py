@@ -94,7 +94,11 @@ class AdminApp:
     async def _live(self, send: Send) -> None:
         state = self._state()
         ok = state.role is not Role.FAILED
-        await respond_json(send, 200 if ok else 503, {"status": "live" if ok else "failed", "reason": state.failure})
+        await respond_json(
+            send,
+            200 if ok else 503,
+            {"status": "live" if ok else "failed", "reason": state.failure, "pid": state.pid, "role": state.role},
+        )
 
     async def _health(self, send: Send) -> None:
         state = self._state()

@@ -13,13 +13,20 @@ import socket
 import time
 from typing import Final
 
+from workers.forks import close_in_forks
+
 RETRY_SECONDS: Final = 0.002
 BACKLOG: Final = 2048
 _LISTEN_STATE: Final = "0A"
 
 
 class PortTaken(Exception):
-    """Somebody else listens on the port; the message says who, as far as this user may see."""
+    """Somebody else listens on the port."""
+
+    def __init__(self, host: str, port: int, holder: str = "") -> None:
+        super().__init__(f"{host}:{port} is in use" + (f" by {holder}" if holder else ""))
+        self.host = host
+        self.port = port
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -37,10 +44,11 @@ def bind(host: str, port: int) -> socket.socket:
         sock.setblocking(False)
         sock.bind(address)
         sock.listen(BACKLOG)
+        close_in_forks(sock)
     except OSError as error:
         sock.close()
         if error.errno == errno.EADDRINUSE:
-            raise PortTaken(f"{host}:{port} is in use by {_holder_of(port)}") from error
+            raise PortTaken(host, port) from error
         raise
     return sock
 
@@ -49,15 +57,16 @@ async def bind_when_free(host: str, port: int, *, timeout_seconds: float) -> soc
     """Like ``bind``, but wait for a holder that is about to be gone, trying every 2 ms.
 
     Raises:
-        PortTaken: still taken after ``timeout_seconds``.
+        PortTaken: still taken after ``timeout_seconds``; the message says by whom, as far as this user may see. That is
+            looked up only then: it takes as long as a whole promotion.
     """
     deadline = time.monotonic() + timeout_seconds
     while True:
         try:
             return bind(host, port)
-        except PortTaken:
+        except PortTaken as error:
             if time.monotonic() >= deadline:
-                raise
+                raise PortTaken(host, port, await asyncio.to_thread(_holder_of, port)) from error
         await asyncio.sleep(RETRY_SECONDS)
 
 

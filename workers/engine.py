@@ -59,6 +59,10 @@ class Engine(Protocol):
     def busy(self) -> bool:
         """Whether requests are running or waiting, so that a step is due."""
 
+    @property
+    def dead(self) -> bool:
+        """Whether it can serve no more. True before any request notices, so that no answer speaks of it."""
+
     async def initialize(self) -> None:
         """Attach weights, warm up, reserve the KV range without memory behind it, and stay parked.
 

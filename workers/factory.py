@@ -8,7 +8,7 @@ from pathlib import Path
 
 import uvloop
 
-from workers.engine import Engine
+from workers.engine import Engine, EngineConfigError
 from workers.exit_codes import ExitCode
 from workers.failover_lock import FailoverLockError, FlockFailoverLock
 from workers.keeper import Keeper, KeeperTimeouts
@@ -26,7 +26,11 @@ def run_engine_process(settings: EngineSettings) -> int:
     if problem:
         logger.error("%s", problem)
         return ExitCode.BAD_CONFIGURATION
-    preload(settings)
+    try:
+        preload(settings)
+    except EngineConfigError as error:
+        logger.error("%s", error)
+        return ExitCode.BAD_CONFIGURATION
     runtime_dir = settings.pod_dir / f"engine-{settings.engine_id}"
     if not settings.keeper:
         runtime_dir.mkdir(mode=0o700, exist_ok=True)
@@ -67,6 +71,7 @@ def build_engine(settings: EngineSettings, *, runtime_dir: Path) -> Engine:
             engine=settings.engine_id,
             instance=settings.instance,
             timeout_seconds=settings.memory_timeout_seconds,
+            connect_seconds=settings.memory_connect_seconds,
         )
     if settings.engine == "sim":
         from workers.engines.sim.engine import SimEngine

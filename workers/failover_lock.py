@@ -6,8 +6,9 @@ What makes that dependable, each learned by measuring:
   the listener's, the lock was free 60 ms before the port was. So the lock must have the lowest number.
 - **Forks must not keep it.** An inherited fd shares the open file description and with it the lock: every fork closes
   its copy (``os.register_at_fork``); exec closes it anyway (``O_CLOEXEC``).
-- **Waiting costs nothing and cannot be interrupted**: a daemon thread sits in ``flock``. To give up, close the fd: the
-  sleeping call holds the last reference, so a grant that comes later is given back by the kernel at once.
+- **Waiting costs nothing and cannot be interrupted**: a daemon thread sits in ``flock``, on a descriptor of its own for
+  the same open file (a number could be closed and used again under it). To give up, the lock closes its descriptor; a
+  grant that comes later finds that, closes the thread's, and so gives the lock back at once.
 - **The epoch is one fixed-width write.** It is read and advanced only under the lock; a torn write is impossible.
 - **The path must still be this file.** If somebody replaced it, two engines could hold two locks: refuse to be elected.
 """
@@ -20,9 +21,10 @@ import logging
 import os
 import threading
 import time
-import weakref
 from pathlib import Path
 from typing import Self
+
+from workers.forks import close_in_forks
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +81,7 @@ class FlockFailoverLock:
         self._closed = False
         self.granted_at: float | None = None
         """``time.monotonic()`` of the grant, read in the waiting thread and not when the loop got round to it."""
-        _close_in_forks(self)
+        close_in_forks(self)
 
     @property
     def fd(self) -> int:
@@ -119,12 +121,14 @@ class FlockFailoverLock:
                 at = time.monotonic()
             except OSError as error:
                 failure = error
+            finally:
+                os.close(fd)  # the lock belongs to the open file: it stays while self has its descriptor, or goes now
             try:
                 loop.call_soon_threadsafe(deliver, at, failure)
             except RuntimeError:
                 logger.debug("the lock was granted after the event loop had closed")
 
-        threading.Thread(target=wait, args=(self._fd,), name="failover-lock", daemon=True).start()
+        threading.Thread(target=wait, args=(os.dup(self._fd),), name="failover-lock", daemon=True).start()
         try:
             self.granted_at = await granted
         except asyncio.CancelledError:
@@ -144,7 +148,10 @@ class FlockFailoverLock:
         Raises:
             FailoverLockError: the content is not an epoch.
         """
-        raw = os.pread(self._fd, EPOCH_DIGITS + 1, 0)
+        try:
+            raw = os.pread(self._fd, EPOCH_DIGITS + 1, 0)
+        except OSError as error:
+            raise FailoverLockError(f"cannot read the epoch from {self.path}: {error.strerror}") from error
         if not raw:
             return 0
         if len(raw) != EPOCH_DIGITS + 1 or not raw[:EPOCH_DIGITS].isdigit() or raw[-1:] != b"\n":
@@ -197,17 +204,6 @@ class FlockFailoverLock:
             return False
         here = os.fstat(self._fd)
         return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
-
-
-def _close_in_forks(lock: FlockFailoverLock) -> None:
-    reference = weakref.ref(lock)
-
-    def close() -> None:
-        held = reference()
-        if held is not None:
-            held.close()
-
-    os.register_at_fork(after_in_child=close)
 
 
 def _file_system_of(device: int) -> str:

@@ -32,12 +32,23 @@ class _Server(uvicorn.Server):
         self.listening.set()
 
 
+class ServerEnded(Exception):
+    """A server ended while it was wanted, or did not start."""
+
+
 @asynccontextmanager
-async def serve_http(app: ASGIApp, sock: socket.socket) -> AsyncIterator[None]:
-    """Serve ``app`` on the listening ``sock`` while inside; the socket is closed at the end."""
+async def serve_http(app: ASGIApp, sock: socket.socket) -> AsyncIterator[asyncio.Task[None]]:
+    """Serve ``app`` on the listening ``sock`` while inside; the socket is closed at the end.
+
+    Yields the serving task. It ends only with an error while inside: whoever relies on the server watches it.
+
+    Raises:
+        ServerEnded: the server did not start.
+    """
     config = uvicorn.Config(
         app,
         http="httptools",
+        interface="asgi3",
         lifespan="off",
         log_config=None,
         access_log=False,
@@ -46,12 +57,25 @@ async def serve_http(app: ASGIApp, sock: socket.socket) -> AsyncIterator[None]:
         log_level="warning",
     )
     server = _Server(config)
-    serving = asyncio.ensure_future(server.serve(sockets=[sock]))
+    serving = asyncio.create_task(_serve(server, sock))
     started = asyncio.ensure_future(server.listening.wait())
     try:
         await asyncio.wait({serving, started}, return_when=asyncio.FIRST_COMPLETED)
-        yield
+        if serving.done():
+            await serving
+        yield serving
     finally:
         started.cancel()
         server.should_exit = True
-        await serving
+        await asyncio.wait({serving})
+
+
+async def _serve(server: _Server, sock: socket.socket) -> None:
+    try:
+        await server.serve(sockets=[sock])
+    except SystemExit as error:  # uvicorn's word for "could not start"
+        raise ServerEnded(f"the HTTP server did not start (exit code {error.code})") from error
+    finally:
+        sock.close()
+    if not server.should_exit:
+        raise ServerEnded("the HTTP server ended by itself")

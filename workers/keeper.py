@@ -33,7 +33,7 @@ from workers.exit_codes import ExitCode
 from workers.heartbeat import BEAT_BYTES, BeatDecoder, Stuck, Watchdog
 from workers.lifeline import die_with_parent
 from workers.probes import CrashLoop, Decision
-from workers.role import Role
+from workers.role import READY_ROLES
 
 logger = logging.getLogger(__name__)
 
@@ -79,9 +79,9 @@ class Keeper:
         crash_loop = CrashLoop()
         gc.collect()
         gc.freeze()  # what is shared with every engine stays shared: a collection would touch, and so copy, the pages
-        with self._signals() as wakeup:
+        with self._signals() as (wakeup, inherited):
             while True:
-                life = self._one_life(wakeup)
+                life = self._one_life(wakeup, inherited)
                 if self._stops:
                     return self._stopped(life)
                 if life.status == ExitCode.BAD_CONFIGURATION:
@@ -94,7 +94,8 @@ class Keeper:
                         self._name,
                         _describe(life),
                     )
-                    return ExitCode.ENGINE_DEAD
+                    lost = life.status == ExitCode.MEMORY_SERVICE_LOST
+                    return ExitCode.MEMORY_SERVICE_LOST if lost else ExitCode.ENGINE_DEAD
                 logger.warning(
                     "%s: the engine is gone (%s); forking the next one%s",
                     self._name,
@@ -110,12 +111,13 @@ class Keeper:
         return life.status
 
     @contextlib.contextmanager
-    def _signals(self) -> Iterator[int]:
+    def _signals(self) -> Iterator[tuple[int, tuple[int, int]]]:
+        """Yields the end to poll, and both ends: a forked engine must have neither."""
         read, write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         old_wakeup = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
         old = {number: signal.signal(number, lambda *_: None) for number in _SIGNALS}
         try:
-            yield read
+            yield read, (read, write)
         finally:
             signal.set_wakeup_fd(old_wakeup)
             for number, handler in old.items():
@@ -142,13 +144,13 @@ class Keeper:
         self._stops += came
         return came
 
-    def _one_life(self, wakeup: int) -> _Life:
+    def _one_life(self, wakeup: int, signal_pipe: tuple[int, int]) -> _Life:
         self._clean_runtime_dir()
         self._runtime_dir.mkdir(mode=0o700)
         beats, engine_end = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         pidfd = -1
         try:
-            pid = self._fork(engine_end, inherited=(beats, wakeup))
+            pid = self._fork(engine_end, inherited=(beats, *signal_pipe))
             os.close(engine_end)
             engine_end = -1
             pidfd = os.pidfd_open(pid)
@@ -172,9 +174,12 @@ class Keeper:
         sys.stdout.flush()
         sys.stderr.flush()
         keeper_pid = os.getpid()
+        # Until it has handlers of its own the child would answer signals with the keeper's, into the keeper's pipe.
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         pid = os.fork()
         if pid:
             self._forks += 1
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
             return pid
         code: int = ExitCode.FORCED
         try:
@@ -182,6 +187,7 @@ class Keeper:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.SIG_IGN)
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
             for fd in inherited:
                 os.close(fd)
             die_with_parent(keeper_pid)
@@ -219,7 +225,7 @@ class Keeper:
                     poller.unregister(beats)
                 elif beat := decoder.feed(data):
                     watchdog.beat(beat, now=now)
-                    reached_standby = reached_standby or beat.role is not Role.INIT
+                    reached_standby = reached_standby or beat.role in READY_ROLES
             if pidfd in ready:
                 _, status = os.waitpid(pid, 0)
                 return _Life(status=os.waitstatus_to_exitcode(status), reached_standby=reached_standby, stuck=stuck)

@@ -16,15 +16,16 @@ import signal
 import socket
 import time
 from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager, suppress
-from typing import Any, Final, TypeVar
+from contextlib import contextmanager
+from typing import Any, Final, NoReturn, TypeVar
 
 import msgspec
 
 from gms.client import GmsError
+from gms.protocol import ErrorCode
 from workers import metrics
 from workers.admin import AdminApp, Promotion
-from workers.binding import PortTaken, bind, bind_when_free
+from workers.binding import PortTaken, bind_when_free
 from workers.contract import Role
 from workers.engine import Engine, EngineConfigError, EngineDeadError
 from workers.exit_codes import ExitCode
@@ -44,8 +45,12 @@ T = TypeVar("T")
 HEALTH_CHECK_SECONDS: Final = 2.0
 """HEALTH_CHECK_INTERVAL of the reference system."""
 NEIGHBOUR_SECONDS: Final = 1.0
-SHUTDOWN_SECONDS: Final = 30.0
-"""ENGINE_SHUTDOWN_TIMEOUT of the reference system."""
+PROMOTION_TRIES: Final = 5
+"""Roll-backs in a row before the process gives itself up: what ails it may be gone with it."""
+HOPELESS: Final = frozenset(
+    {ErrorCode.OUT_OF_MEMORY, ErrorCode.SIZE_MISMATCH, ErrorCode.VERSION_MISMATCH, ErrorCode.WRONG_DEVICE}
+)
+"""What the memory service says no to, and would again: settings have to change."""
 
 
 class _Leave(Exception):
@@ -71,19 +76,23 @@ class EngineLife:
         self._kept = kept
         self._vitals = Vitals(settings, engine, kept=kept)
         self._leave = asyncio.Event()
+        self._engine_died = asyncio.Event()
+        self._overran = False
 
     async def run(self) -> int:
         """Live; returns the exit code (``workers.exit_codes``), whose reason has been logged."""
         settings = self._settings
         try:
-            admin_sock = bind(settings.host, settings.admin_port)
+            admin_sock = await bind_when_free(settings.host, settings.admin_port, timeout_seconds=0)
         except (PortTaken, OSError) as error:
             logger.error("the admin port cannot be opened: %s; set HOTSPARE_ADMIN_PORT", error)
             return ExitCode.BAD_CONFIGURATION
         code = ExitCode.ENGINE_DEAD
         with self._signals():
-            async with serve_http(AdminApp(self._vitals.state), admin_sock), asyncio.TaskGroup() as group:
-                helpers = [group.create_task(self._beat()), group.create_task(self._look_at_neighbours())]
+            async with serve_http(AdminApp(self._vitals.state), admin_sock) as admin, asyncio.TaskGroup() as group:
+                helpers = [
+                    group.create_task(work) for work in (self._beat(), self._look_at_neighbours(), _until_broken(admin))
+                ]
                 try:
                     code = await self._live()
                 finally:
@@ -95,37 +104,46 @@ class EngineLife:
     # --- the way through the states
 
     async def _live(self) -> ExitCode:
-        code = ExitCode.ENGINE_DEAD
+        try:
+            code = await self._until_over()
+        except EngineDeadError as error:
+            # Nothing of it is worth an orderly end, and its requests wait for the other one: the kernel clears up.
+            self._vitals.fail(str(error))
+            end_process(ExitCode.ENGINE_DEAD)
+        try:
+            await self._shut_down_engine()
+        finally:
+            self._lock.close()
+        return ExitCode.FORCED if self._overran and code is ExitCode.DRAINED else code
+
+    async def _until_over(self) -> ExitCode:
+        """Through the states, to the end of this life; its reason has been logged.
+
+        Raises:
+            EngineDeadError: the engine can serve no more.
+        """
         try:
             await self._or_leave(self._initialize())
             while True:
-                await self._or_leave(self._lock.acquire())
-                try:
-                    sock = await self._or_leave(self._promote())
-                except (EngineDeadError, FailoverLockError, _Leave):
-                    raise
-                except Exception as error:
-                    await self._roll_back(error)
-                    continue
-                await self._serve(sock)
+                await self._serve(await self._or_leave(self._until_promoted()))
         except _Leave:
             self._vitals.handle(RoleEvent.STOPPED)
-            code = ExitCode.DRAINED
+            return ExitCode.DRAINED
+        except EngineDeadError:
+            raise
         except EngineConfigError as error:
             self._vitals.fail(str(error))
-            code = ExitCode.BAD_CONFIGURATION
+            return ExitCode.BAD_CONFIGURATION
         except GmsError as error:
             self._vitals.fail(str(error))
-            code = ExitCode.MEMORY_SERVICE_LOST
-        except (EngineDeadError, FailoverLockError) as error:
+            return ExitCode.BAD_CONFIGURATION if error.code in HOPELESS else ExitCode.MEMORY_SERVICE_LOST
+        except FailoverLockError as error:
             self._vitals.fail(str(error))
+            return ExitCode.ENGINE_DEAD
         except Exception:
             logger.exception("the engine ends on an error that nothing above it expected")
             self._vitals.fail("internal error")
-        finally:
-            await self._shut_down_engine()
-            self._lock.close()
-        return code
+            return ExitCode.ENGINE_DEAD
 
     async def _initialize(self) -> None:
         started = time.monotonic()
@@ -138,39 +156,53 @@ class EngineLife:
             self._engine.memory().weights_role,
         )
 
+    async def _until_promoted(self) -> socket.socket:
+        """Wait for the lock and be promoted; a promotion that fails is rolled back, and tried again a few times.
+
+        Raises:
+            EngineDeadError: it failed too often.
+            GmsError: the memory service refuses for good.
+        """
+        failures = 0
+        while True:
+            await self._lock.acquire()
+            try:
+                return await self._promote()
+            except (PortTaken, GmsError) as error:
+                if isinstance(error, GmsError) and error.code in HOPELESS:
+                    raise
+                failures += 1
+                await self._roll_back(error)
+                if failures == PROMOTION_TRIES:
+                    raise EngineDeadError(f"{failures} promotions in a row failed, the last one so: {error}") from error
+            # Whoever else waits gets its turn first; alone, this engine does not spin on what ails it.
+            await asyncio.sleep(min(self._settings.heartbeat_seconds * 2 ** (failures - 1), 10.0))
+
     async def _promote(self) -> socket.socket:
         """From the grant to a bound port; returns the listening socket."""
+        settings = self._settings
         granted = self._lock.granted_at or time.monotonic()
         self._vitals.handle(RoleEvent.LOCK_GRANTED)
         epoch = self._vitals.epoch = self._lock.advance_epoch()
         written = time.monotonic()
         await self._engine.wake(epoch=epoch)
         mapped = time.monotonic()
-        sock = await bind_when_free(
-            self._settings.host,
-            self._settings.serving_port,
-            timeout_seconds=self._settings.bind_timeout_seconds,
-        )
+        sock = await bind_when_free(settings.host, settings.serving_port, timeout_seconds=settings.bind_timeout_seconds)
+        if sock.fileno() < self._lock.fd:
+            sock.close()
+            raise RuntimeError("the listener has a lower descriptor than the lock: at death the port would outlive it")
         self._vitals.promotion = Promotion(
-            epoch=epoch,
-            granted=granted,
-            epoch_written=written,
-            memory_mapped=mapped,
-            bound=time.monotonic(),
+            epoch=epoch, granted=granted, epoch_written=written, memory_mapped=mapped, bound=time.monotonic()
         )
         return sock
 
     async def _roll_back(self, error: Exception) -> None:
-        """Promotion failed: everything back, the lock too, so that the other engine may try."""
+        """Promotion failed: everything back, the lock last, so that the other engine may try."""
         logger.error("engine %s could not be promoted and parks again: %s", self._settings.engine_id, error)
         await self._engine.park()
         metrics.record_promotion("rolled_back", {})
         self._vitals.handle(RoleEvent.PROMOTION_ROLLED_BACK)
         self._lock.release()
-        # Whoever else waits gets its turn first; alone, this engine does not spin on what ails it.
-        with suppress(TimeoutError):
-            async with asyncio.timeout(self._settings.heartbeat_seconds):
-                await self._leave.wait()
 
     async def _serve(self, sock: socket.socket) -> None:
         """Serve until told to leave or dead."""
@@ -180,17 +212,20 @@ class EngineLife:
             change=self._vitals.change,
             capacity=self._settings.capacity,
             heartbeat_seconds=self._settings.heartbeat_seconds,
+            is_dead=lambda: self._engine.dead,
+            on_dead=self._engine_died.set,
         )
         self._vitals.serving = serving
-        async with serve_http(serving, sock):
+        async with serve_http(serving, sock) as server:
             self._vitals.handle(RoleEvent.PROMOTED)
             self._record_promotion()
             try:
-                await self._or_leave(self._monitor())
+                await self._or_leave(self._monitor(server))
             except _Leave:
                 self._vitals.handle(RoleEvent.DRAIN_STARTED)
                 serving.refuse("it is shutting down")
                 if not await serving.wait_idle(timeout_seconds=self._settings.drain_timeout_seconds):
+                    self._overran = True
                     logger.warning(
                         "%d requests did not end within the drain timeout of %g s and are cut",
                         serving.inflight,
@@ -219,17 +254,34 @@ class EngineLife:
             (time.monotonic() - done.granted) * 1000,
         )
 
-    async def _monitor(self) -> None:
-        while True:
-            await self._engine.check_health()
-            await asyncio.sleep(HEALTH_CHECK_SECONDS)
+    async def _monitor(self, server: asyncio.Task[None]) -> None:
+        """Look after engine and server, for ever.
+
+        Raises:
+            EngineDeadError: the engine died; noticed at once if a request met it, otherwise at the next look.
+            ServerEnded: nobody listens any more.
+        """
+        died = asyncio.ensure_future(self._engine_died.wait())
+        try:
+            while not server.done():
+                await self._engine.check_health()
+                if self._engine.dead:
+                    raise EngineDeadError("the engine died")
+                await asyncio.wait({died, server}, timeout=HEALTH_CHECK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            server.result()
+        finally:
+            died.cancel()
 
     async def _shut_down_engine(self) -> None:
+        seconds = self._settings.engine_shutdown_seconds
         try:
-            async with asyncio.timeout(SHUTDOWN_SECONDS):
+            async with asyncio.timeout(seconds):
                 await self._engine.shutdown()
         except TimeoutError:
-            logger.error("the engine did not shut down within %g s; its process ends anyway", SHUTDOWN_SECONDS)
+            self._overran = True
+            logger.error("the engine did not shut down within %g s; its process ends anyway", seconds)
+        except Exception:
+            logger.exception("the engine's shutdown failed; its process ends anyway")
 
     async def _or_leave(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of ``work``, unless told to leave first: then it is cancelled.
@@ -289,8 +341,7 @@ class EngineLife:
         def asked() -> None:
             if self._leave.is_set():
                 logger.error("a second signal: engine %s ends now", self._settings.engine_id)
-                logging.shutdown()
-                os._exit(ExitCode.FORCED)
+                end_process(ExitCode.FORCED)
             self._leave.set()
 
         for number in numbers:
@@ -300,3 +351,15 @@ class EngineLife:
         finally:
             for number in numbers:
                 loop.remove_signal_handler(number)
+
+
+async def _until_broken(server: asyncio.Task[None]) -> None:
+    """Raises whatever ends a server before its time."""
+    await asyncio.wait({server})
+    server.result()
+
+
+def end_process(code: ExitCode) -> NoReturn:
+    """End here and now. The one place that does: for an engine that is dead, and for somebody who asked twice."""
+    logging.shutdown()
+    os._exit(code)

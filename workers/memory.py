@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from gms.client import Allocation, GmsClient, Lease, LeaseMode
+from gms.client import Allocation, GmsClient, GmsError, Lease, LeaseMode
 from gms.mapping import Reservation
 
 logger = logging.getLogger(__name__)
@@ -29,6 +29,11 @@ class MemoryService(msgspec.Struct, frozen=True, kw_only=True):
     engine: str
     instance: str
     timeout_seconds: float
+    """How long to wait for another engine's commit."""
+    connect_seconds: float = 10.0
+    """How long to wait for the service to answer: it may be starting, or starting again."""
+    proof_seconds: float = 2.0
+    """How long a promotion waits for the proof that the KV pages' last holder is dead."""
 
     @property
     def path(self) -> Path:
@@ -38,14 +43,14 @@ class MemoryService(msgspec.Struct, frozen=True, kw_only=True):
         """A connection of its own: leases end with it.
 
         Raises:
-            gms.client.GmsError: nobody answers within ``timeout_seconds``.
+            gms.client.GmsError: nobody answers within ``connect_seconds``.
         """
         return GmsClient.connect(
             self.path,
             engine=self.engine,
             instance=self.instance,
             device=self.device,
-            timeout_seconds=self.timeout_seconds,
+            timeout_seconds=self.connect_seconds,
         )
 
 
@@ -76,15 +81,17 @@ class KvMemory:
         if self._lease is not None:
             raise RuntimeError("the KV pages are mapped already")
         client = self._service.connect()
+        lease: Lease | None = None
         try:
-            lease = client.attach(KV_POOL, LeaseMode.RW, epoch=epoch, timeout_seconds=self._service.timeout_seconds)
+            lease = client.attach(KV_POOL, LeaseMode.RW, epoch=epoch, timeout_seconds=self._service.proof_seconds)
             pages: Allocation
             with lease.allocate(KV_TAG, self.range.size_bytes) as pages:
                 self.range.unmap()
                 self.range.map(pages.fd, writable=True)
         except BaseException:
+            # Quiesced, since nothing is mapped: otherwise the next engine would wait for this living one's death.
             self.range.unmap()
-            client.close()
+            _give_back(client, lease)
             raise
         if lease.fresh:
             logger.info("kv: new pages for epoch %d: the service had none to hand on", epoch)
@@ -95,12 +102,8 @@ class KvMemory:
         lease, client = self._lease, self._client
         self._lease = self._client = None
         self.range.unmap()
-        if client is None or lease is None:
-            return
-        try:
-            lease.release(quiesced=True)
-        finally:
-            client.close()
+        if client is not None:
+            _give_back(client, lease)
 
     def close(self) -> None:
         """Unmap and give the address range back."""
@@ -108,3 +111,14 @@ class KvMemory:
             self.unmap()
         finally:
             self.range.close()
+
+
+def _give_back(client: GmsClient, lease: Lease | None) -> None:
+    """Release and hang up. A service that is gone, or has forgotten the lease, has nothing that could be given back."""
+    try:
+        if lease is not None:
+            lease.release(quiesced=True)
+    except GmsError as error:
+        logger.warning("kv: the lease could not be released: %s", error)
+    finally:
+        client.close()

@@ -86,6 +86,7 @@ class PodSupervisor:
             engines=tuple(self._admin_ports),
             grace_seconds=settings.grace_period_seconds,
             service_grace_seconds=SERVICE_GRACE_SECONDS,
+            kept=settings.keeper,
         )
         self._folder = PodFolder(settings.pod_dir)
         self._events: asyncio.Queue[_Event] = asyncio.Queue()

@@ -26,6 +26,8 @@ RESTART_RESET_SECONDS: Final = 60.0
 RESTART_SETTLED_SECONDS: Final = 2.0
 """So is one that got this far and was killed, for what ailed it need not be in it. What ends by itself waits."""
 
+_GAVE_UP: Final = frozenset({ExitCode.BAD_CONFIGURATION, ExitCode.ENGINE_DEAD, ExitCode.MEMORY_SERVICE_LOST})
+
 
 class Phase(Enum):
     RUNNING = "running"
@@ -72,7 +74,7 @@ class _Process:
         self.alive = False
         self.started = 0.0
         self.first_life_refused = False
-        """Its first life ended with BAD_CONFIGURATION."""
+        """It ended its first life itself, with a code that says: not with these settings, or not here."""
         self.backoff = Backoff(
             initial_seconds=RESTART_INITIAL_SECONDS,
             maximum_seconds=RESTART_MAXIMUM_SECONDS,
@@ -84,12 +86,20 @@ class PodPlan:
     """Fed with what happened and when (seconds of a monotonic clock); answers with what to do."""
 
     def __init__(
-        self, *, service: str | None, engines: Sequence[str], grace_seconds: float, service_grace_seconds: float
+        self,
+        *,
+        service: str | None,
+        engines: Sequence[str],
+        grace_seconds: float,
+        service_grace_seconds: float,
+        kept: bool = True,
     ) -> None:
+        """``kept``: an engine's process is a keeper, which ends by itself only when its engine cannot be started."""
         self._service = service
         self._engines = tuple(engines)
         self._grace = grace_seconds
         self._service_grace = service_grace_seconds
+        self._final = _GAVE_UP if kept else frozenset({ExitCode.BAD_CONFIGURATION})
         names = (*((service,) if service else ()), *engines)
         self._processes = {name: _Process() for name in names}
         self.phase = Phase.RUNNING
@@ -127,10 +137,11 @@ class PodPlan:
         process.alive = False
         if self.phase is not Phase.RUNNING:
             return self._advance()
-        if process.lives == 1 and code == ExitCode.BAD_CONFIGURATION:
+        final = self._final if name in self._engines else frozenset({ExitCode.BAD_CONFIGURATION})
+        if process.lives == 1 and code in final:
             process.first_life_refused = True
             if self._cannot_start(name):
-                self.exit_code = ExitCode.BAD_CONFIGURATION
+                self.exit_code = ExitCode(code)
                 return self._stop_engines()
         lived = now - process.started
         if code < 0 and lived >= RESTART_SETTLED_SECONDS:

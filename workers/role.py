@@ -17,7 +17,7 @@ from typing import Final
 
 from workers.contract import Role
 
-__all__ = ["TRANSITIONS", "IllegalTransition", "Role", "RoleEvent", "RoleMachine"]
+__all__ = ["READY_ROLES", "TRANSITIONS", "IllegalTransition", "Role", "RoleEvent", "RoleMachine"]
 
 
 class RoleEvent(StrEnum):
@@ -35,6 +35,9 @@ class RoleEvent(StrEnum):
     STOPPED = "stopped"
     FAILED = "failed"
 
+
+READY_ROLES: Final = frozenset({Role.STANDBY, Role.PROMOTING, Role.ACTIVE, Role.HANDOVER, Role.DRAINING})
+"""An engine in one of these has been initialised. FAILED and STOPPED say nothing of it: INIT may end in both."""
 
 _R, _E = Role, RoleEvent
 

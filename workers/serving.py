@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Final
 
-from workers.asgi import Receive, Scope, Send, respond_error
+from workers.asgi import Message, Receive, Scope, Send, respond_error
 from workers.contract import (
     HEADER_RESELECT,
     INTERNAL_PREFIX,
@@ -56,13 +56,18 @@ class ServingApp:
         change: Change,
         capacity: int,
         heartbeat_seconds: float,
+        is_dead: Callable[[], bool],
+        on_dead: Callable[[], None],
     ) -> None:
-        """``watch_line`` makes a line from its sequence number."""
+        """``watch_line`` makes a line from its sequence number; ``is_dead`` is the engine's, asked before each message
+        that leaves, and ``on_dead`` is called at the first that must not."""
         self._engine_app = engine_app
         self._watch_line = watch_line
         self._change = change
         self._capacity = capacity
         self._heartbeat_seconds = heartbeat_seconds
+        self._is_dead = is_dead
+        self._on_dead = on_dead
         self._inflight = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -130,11 +135,24 @@ class ServingApp:
         self._inflight += 1
         self._idle.clear()
         try:
-            await self._engine_app(scope, receive, send)
+            await self._engine_app(scope, receive, self._guarded(send))
         finally:
             self._inflight -= 1
             if not self._inflight:
                 self._idle.set()
+
+    def _guarded(self, send: Send) -> Send:
+        """``send``, but for a dead engine: what its application then says (an error as an answer, an orderly end of a
+        stream that is not over) is not the request's fate. The process ends now; the gateway sees the break and goes on
+        elsewhere."""
+
+        async def guarded(message: Message) -> None:
+            if self._is_dead():
+                self._on_dead()
+                await asyncio.Event().wait()
+            await send(message)
+
+        return guarded
 
     async def _watch(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["method"] != "GET":

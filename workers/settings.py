@@ -172,7 +172,9 @@ class EngineSettings(WorkerSettings):
     """The keeper kills an engine that took no step for this long while requests run."""
     bind_timeout_seconds: Annotated[float, Field(gt=0, le=60)] = 2.0
     memory_timeout_seconds: Annotated[float, Field(gt=0, le=3600)] = 60.0
-    """How long to wait for the memory service: to connect, or for another engine's commit."""
+    """How long to wait for the memory service to do what another engine holds up: its commit of the weights."""
+    memory_connect_seconds: Annotated[float, Field(gt=0, le=600)] = 10.0
+    """How long to wait for the memory service to answer: it may be starting, or starting again."""
 
     model: Path | None = None
     """Model folder (Hugging Face layout). Unset: the embedded SmolLM2-135M-Instruct."""

@@ -42,11 +42,11 @@ class Pair:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.serving}"
 
-    def gms(self) -> Process:
+    def gms(self, *flags: str) -> Process:
         (self.run_dir / "pod-0").mkdir(mode=0o700, exist_ok=True)
         socket_path = self.run_dir / "pod-0" / "gms-cpu-0.sock"
         return self.stack.enter_context(
-            running("gms", "gms", "--socket", str(socket_path), "--device", "cpu:0", log_dir=self.run_dir)
+            running("gms", "gms", "--socket", str(socket_path), "--device", "cpu:0", *flags, log_dir=self.run_dir)
         )
 
     def engine(self, name: str, *flags: str, **env: str) -> Process:
@@ -184,6 +184,48 @@ def test_over_its_capacity_an_engine_says_reselect(pair: Pair) -> None:
         assert (refused.status_code, refused.headers["x-hotspare-reselect"]) == (503, "1")
     until(lambda: (state_of(pair.admin["a"]) or {}).get("inflight") == 0, saying="the abandoned request ended")
     assert pair.complete()
+
+
+def test_the_lock_has_a_lower_descriptor_than_any_socket(pair: Pair) -> None:
+    pair.gms()
+    pair.engine("a")
+    state = until_role(pair.admin["a"], Role.ACTIVE)
+    descriptors = {}
+    for entry in os.scandir(f"/proc/{state['pid']}/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            descriptors[int(entry.name)] = os.readlink(entry.path)
+    (lock,) = [fd for fd, target in descriptors.items() if target.endswith("active.lock")]
+    sockets = [fd for fd, target in descriptors.items() if target.startswith("socket:")]
+    assert sockets
+    assert lock < min(sockets)
+
+
+def test_an_engine_leaves_in_order_though_the_memory_service_is_gone(pair: Pair) -> None:
+    gms = pair.gms()
+    a = pair.engine("a")
+    until_role(pair.admin["a"], Role.ACTIVE)
+    gms.signal(signal.SIGKILL)
+    gms.wait()
+    assert pair.complete()  # the pages are mapped: the service is not needed to serve
+    a.signal(signal.SIGTERM)
+    assert a.wait() == 0
+    assert "Traceback" not in a.output()
+
+
+@pytest.mark.parametrize("limit", ["512KiB", "1536KiB"], ids=["weights", "kv"])
+def test_memory_that_the_service_may_not_give_ends_the_start(pair: Pair, limit: str) -> None:
+    pair.gms("--memory-limit", limit)
+    a = pair.engine("a")
+    assert a.wait() == 2
+    assert "memory" in a.output()
+    assert "Traceback" not in a.output()
+
+
+def test_without_its_memory_service_an_engine_gives_up(pair: Pair) -> None:
+    a = pair.engine("a", HOTSPARE_MEMORY_CONNECT_SECONDS="0.1")
+    assert a.wait() == 75
+    assert "gms-cpu-0.sock" in a.output()
+    assert "Traceback" not in a.output()
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,13 @@ def engine(fd, restarts):
         return 1
     if behaviour == "misconfigured":
         return 2
+    if behaviour == "no-memory":
+        return 75
+    if behaviour == "failing":  # says FAILED for a while, as an engine whose shutdown takes its time
+        for _ in range(5):
+            os.write(fd, encode_beat(Beat(0, False, Role.FAILED)))
+            time.sleep(0.02)
+        return 1
     left = []
     signal.signal(signal.SIGTERM, lambda *_: left.append(1))
     steps = 0
@@ -152,10 +159,10 @@ def test_a_stopped_engine_is_killed_and_replaced(kept: Kept) -> None:
     assert gone(first)
 
 
-@pytest.mark.parametrize("kept", ["crash"], indirect=True)
-def test_a_crash_loop_backs_off_and_gives_up(kept: Kept) -> None:
+@pytest.mark.parametrize(("kept", "code"), [("crash", 1), ("failing", 1), ("no-memory", 75)], indirect=["kept"])
+def test_a_crash_loop_backs_off_and_gives_up(kept: Kept, code: int) -> None:
     output = kept.rest(timeout=30)
-    assert kept.process.returncode == 1
+    assert kept.process.returncode == code
     lines = output.splitlines()
     assert sum("forked as " in line for line in lines) == 5
     assert "forking the next one in" in output

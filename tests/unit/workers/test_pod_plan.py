@@ -152,12 +152,28 @@ def test_one_engine_that_cannot_start_is_tried_again() -> None:
     made = plan()
     made.exited("a", ExitCode.BAD_CONFIGURATION, now=1.0)
     made.started("a", now=1.0)
-    made.exited("b", ExitCode.ENGINE_DEAD, now=2.0)
+    made.exited("b", KILLED, now=2.0)
     made.started("b", now=2.0)
     for now in (3.0, 4.0):
         (action,) = made.exited("b", ExitCode.BAD_CONFIGURATION, now=now)
         assert isinstance(action, Start)
         made.started("b", now=now)
+
+
+@pytest.mark.parametrize("code", [ExitCode.ENGINE_DEAD, ExitCode.MEMORY_SERVICE_LOST])
+def test_when_every_keeper_gave_its_engine_up_at_once_the_pod_ends(code: ExitCode) -> None:
+    made = plan()
+    made.exited("a", code, now=1.0)
+    made.started("a", now=2.0)
+    made.exited("b", code, now=2.1)
+    assert made.phase is Phase.STOPPING_ENGINES
+    assert made.exit_code is code
+
+
+def test_an_engine_without_a_keeper_may_die_as_often_as_it_likes() -> None:
+    made = PodPlan(service="gms", engines=("a",), grace_seconds=GRACE, service_grace_seconds=SERVICE_GRACE, kept=False)
+    made.started("a", now=0.0)
+    assert isinstance(made.exited("a", ExitCode.ENGINE_DEAD, now=9.0)[0], Start)
 
 
 names = st.sampled_from(["gms", "a", "b"])

@@ -63,6 +63,10 @@ class SimEngine:
     def busy(self) -> bool:
         return self._scheduler.busy
 
+    @property
+    def dead(self) -> bool:
+        return self._scheduler.failure is not None
+
     async def initialize(self) -> None:
         """Attach the weights and reserve the KV range; takes at least ``startup_seconds``."""
         ready_at = time.monotonic() + self._settings.sim.startup_seconds

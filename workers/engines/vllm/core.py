@@ -127,6 +127,11 @@ class CoreThread:
         return self._core is not None and self._ended is None and self._thread.is_alive()
 
     @property
+    def ended(self) -> bool:
+        """Whether it ran and does no more."""
+        return self._ended is not None
+
+    @property
     def steps(self) -> int:
         return self._core.steps if self._core is not None else 0
 

@@ -52,6 +52,11 @@ class VllmEngine:
         # Counted where requests enter and not in the scheduler: a request that the core never took counts too.
         return self._llm is not None and self._llm.get_num_unfinished_requests() > 0
 
+    @property
+    def dead(self) -> bool:
+        core, llm = self._core, self._llm
+        return core is not None and llm is not None and (core.ended or bool(llm.errored))
+
     async def initialize(self) -> None:
         """See ``Engine.initialize``; everything that blocks runs in threads."""
         await asyncio.to_thread(import_all)
