@@ -1,70 +1,50 @@
 """HOTSPARE_ variables that nobody reads: a typing mistake there would otherwise be a setting that does nothing.
 
-Every process ignores the variables of the others, so only the command above them all can tell which are unknown.
+Every process ignores the variables of the others, so only the command above them all can tell which are unknown. It
+looks before each of its commands, and therefore imports next to nothing; a process started by its module does not look.
 """
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Mapping
-from dataclasses import fields
-from typing import TYPE_CHECKING, Final
+from collections.abc import Collection, Mapping
 
 from app.cli.errors import CliError
-from app.cli.plan import PER_PROCESS, UpOptions
+from app.cli.variables import KNOWN, PREFIX
 from workers.exit_codes import ExitCode
 
-if TYPE_CHECKING:
-    from pydantic_settings import BaseSettings
 
-PREFIX: Final = "HOTSPARE_"
-
-UP_NAMES: Final = frozenset({*(f"{PREFIX}{field.name.upper()}" for field in fields(UpOptions)), "HOTSPARE_PARENT_PID"})
-"""Read by ``hotspare up`` itself."""
-
-
-def refuse_unknown(environment: Mapping[str, str]) -> None:
-    """Look for HOTSPARE_ variables that no process knows.
+def refuse_unknown(environment: Mapping[str, str], *, not_suggested: Collection[str] = ()) -> None:
+    """Look for HOTSPARE_ variables that no process knows. ``not_suggested`` are known, and no help to who mistyped.
 
     Raises:
         CliError: there is one; names it, and the nearest known name.
     """
     # Names as pydantic-settings compares them: without case.
     given = {name.upper(): name for name in environment if name.upper().startswith(PREFIX)}
-    if not given.keys() - UP_NAMES - PER_PROCESS:
-        return  # importing all settings costs 0.3 s, which a start without variables need not pay
-    known = known_names()
-    sentences = [_sentence(given[name], known) for name in sorted(given.keys() - known)]
+    unknown = [given[name] for name in sorted(given.keys() - KNOWN)]
+    sentences = [
+        _sentence(name, KNOWN.difference(not_suggested))
+        for name in unknown
+        if not is_service_link(name.upper(), environment[name])
+    ]
     if sentences:
         raise CliError("; ".join(sentences), code=ExitCode.BAD_CONFIGURATION)
 
 
-def known_names() -> frozenset[str]:
-    """Every variable that some process of the project reads."""
-    from app.settings import GatewaySettings
-    from gms.settings import GmsSettings
-    from workers.settings import EngineSettings, PodSettings, SimSettings
+def is_service_link(name: str, value: str) -> bool:
+    """Whether Kubernetes made this variable: it gives a container some for every service of its namespace, and one
+    called ``hotspare-gateway`` leads to HOTSPARE_GATEWAY_SERVICE_HOST, HOTSPARE_GATEWAY_PORT and the like."""
+    import re
 
-    settings = (GatewaySettings, EngineSettings, PodSettings, SimSettings, GmsSettings)
-    return UP_NAMES | PER_PROCESS | {name for one in settings for name in names_of(one)}
-
-
-def names_of(settings: type[BaseSettings]) -> Iterable[str]:
-    """The variables that fill the fields of ``settings``, aliases included."""
-    prefix = str(settings.model_config.get("env_prefix", ""))
-    for field, info in settings.model_fields.items():
-        if isinstance(info.annotation, type) and hasattr(info.annotation, "model_fields"):
-            continue  # settings of their own, with names of their own
-        alias = info.validation_alias
-        if alias is None or settings.model_config.get("populate_by_name"):
-            yield f"{prefix}{field}".upper()
-        for name in [alias] if isinstance(alias, str) else getattr(alias, "choices", ()):
-            if isinstance(name, str):
-                yield name.upper()
+    if re.fullmatch(r"\w+_SERVICE_(HOST|PORT(_\w+)?)|\w+_PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?", name):
+        return True
+    return name.endswith("_PORT") and value.startswith(("tcp://", "udp://", "sctp://"))
 
 
-def _sentence(name: str, known: Iterable[str]) -> str:
-    candidates = {other.removeprefix(PREFIX): other for other in sorted(set(known) - PER_PROCESS)}
+def _sentence(name: str, known: Collection[str]) -> str:
+    import difflib  # only who made a mistake waits for it
+
+    candidates = {other.removeprefix(PREFIX): other for other in sorted(known)}
     near = difflib.get_close_matches(name.upper().removeprefix(PREFIX), candidates, n=1)
     hint = (
         f"did you mean {candidates[near[0]]}?"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 
+from app.cli.environment import refuse_unknown
 from app.cli.errors import CliError
 from app.cli.launch import PASSED_ON, module_command, safe_environment
 
@@ -18,14 +19,17 @@ def main() -> int:
     """Entry point of the console script; returns the exit code."""
     arguments = sys.argv[1:]
     command = arguments[0] if arguments else ""
-    if command in PASSED_ON:
-        pass_on(command, arguments[1:])
     try:
+        if command in PASSED_ON:
+            refuse_unknown(os.environ)
+            pass_on(command, arguments[1:])
         if command == "up":
             from app.cli.run_up import run_up
             from app.cli.up_options import parse_up
 
             return run_up(parse_up(arguments[1:], os.environ), os.environ)
+        if not command.startswith("-"):
+            refuse_unknown(os.environ)
         from app.cli.commands import run
 
         return run(arguments)

@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from app.cli.claim import RunDirClaim
 from app.cli.environment import refuse_unknown
 from app.cli.errors import CliError
-from app.cli.plan import UpOptions, stop_limits
+from app.cli.plan import PER_PROCESS, UpOptions, stop_limits
 from app.cli.ports import assign_ports
 from app.cli.starter import Starter
 from workers.exit_codes import ExitCode
@@ -28,7 +28,7 @@ def run_up(options: UpOptions, environment: Mapping[str, str]) -> int:
     Raises:
         CliError: something does not fit, or a process ended by itself; nothing runs any more.
     """
-    refuse_unknown(environment)
+    refuse_unknown(environment, not_suggested=PER_PROCESS)
     _die_with_parent(environment)
     early: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM):

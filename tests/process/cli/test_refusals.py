@@ -59,6 +59,32 @@ def test_an_unknown_option_and_an_unknown_variable(tmp_path: Path) -> None:
     assert refused(tmp_path / "run", HOTSPARE_MAX_INFLIHGT="2").endswith("did you mean HOTSPARE_MAX_INFLIGHT?")
 
 
+@pytest.mark.parametrize("command", ["gateway", "pod", "engine", "gms", "status"])
+def test_every_command_refuses_an_unknown_variable(command: str) -> None:
+    done = hotspare(command, env={"HOTSPARE_LOG_FROMAT": "json"})
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        f"hotspare {command}: the environment variable HOTSPARE_LOG_FROMAT is unknown to hotspare: "
+        "did you mean HOTSPARE_LOG_FORMAT?\n"
+    )
+
+
+def test_help_is_given_whatever_the_environment() -> None:
+    assert hotspare("--help", env={"HOTSPARE_LOG_FROMAT": "json"}).returncode == 0
+
+
+def test_a_process_started_by_its_module_is_lenient() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "app", "--help"],
+        cwd=Path(__file__).parents[3],
+        env={**os.environ, "HOTSPARE_LOG_FROMAT": "json"},
+        capture_output=True,
+        timeout=20,
+        check=False,
+    )
+    assert done.returncode == 0
+
+
 def test_a_run_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert "cannot be used: Not a directory" in refused(tmp_path / "file" / "run")
