@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from gms.settings import GmsSettings
 
 EXIT_BAD_CONFIGURATION = 2
+_ALIASES = {"HOTSPARE_GMS_LOG_LEVEL": "HOTSPARE_GMS_LOG_LEVEL or HOTSPARE_LOG_LEVEL"}
+"""A problem is reported under the first name that could have been used."""
 
 
 def main() -> int:
@@ -89,7 +91,7 @@ def _allow_files() -> None:
 
 def _sentence(location: tuple[int | str, ...], message: str) -> str:
     name = str(location[0]) if location else "settings"
-    variable = name if name.isupper() else f"HOTSPARE_GMS_{name.upper()}"
+    variable = _ALIASES.get(name) or (name if name.isupper() else f"HOTSPARE_GMS_{name.upper()}")
     flag = f" or --{name.replace('_', '-')}" if name in ("socket", "device", "memory_limit", "metrics_port") else ""
     return f"{variable}{flag}: {message}."
 

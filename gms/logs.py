@@ -26,4 +26,4 @@ def configure(level: str, style: Literal["console", "json"]) -> None:
     handler = logging.StreamHandler(sys.stderr)
     console = logging.Formatter("%(asctime)s.%(msecs)03d %(levelname)-7s %(name)s: %(message)s", "%H:%M:%S")
     handler.setFormatter(JsonFormatter() if style == "json" else console)
-    logging.basicConfig(level=level, handlers=[handler], force=True)
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)

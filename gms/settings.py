@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import ByteSize, Field
+from pydantic import AliasChoices, BeforeValidator, ByteSize, Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
+
+def _lower(value: object) -> object:
+    return value.lower() if isinstance(value, str) else value
+
+
+LogLevel = Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(_lower)]
+"""In any case."""
 
 
 class GmsSettings(BaseSettings):
@@ -23,7 +29,10 @@ class GmsSettings(BaseSettings):
     metrics_port: Annotated[int, Field(ge=0, le=65535)] = 0
     """0: no metrics are served."""
     metrics_host: str = "127.0.0.1"
-    log_level: LogLevel = "INFO"
+    log_level: LogLevel = Field(
+        default="info", validation_alias=AliasChoices("HOTSPARE_GMS_LOG_LEVEL", "HOTSPARE_LOG_LEVEL")
+    )
+    """Its own, or else that of all processes of the pod."""
     log_format: Literal["console", "json"] = Field(default="console", validation_alias="HOTSPARE_LOG_FORMAT")
     parent_pid: Annotated[int, Field(gt=0)] | None = Field(default=None, validation_alias="HOTSPARE_PARENT_PID")
     """The process that this one must not outlive."""
