@@ -28,6 +28,8 @@ class Verdict(Enum):
     """The answer is delivered, to its end."""
     RESELECT = "reselect"
     """The worker started nothing and says: take another one."""
+    UNSENT = "unsent"
+    """The connection was gone before the request was written: as good as refused."""
     STALE = "stale"
     """An idle connection was just being closed; nothing was started."""
     BROKEN = "broken"
@@ -93,10 +95,16 @@ class Attempt:
         self._ended = False
 
     def start(self, request: bytes, *, paused: bool) -> None:
-        if self._connection is not None:
+        if self._connection is None:
+            return
+        try:
             self._connection.send(request, self)
-            if paused:
-                self.pause()
+        except UpstreamError as error:
+            self._connection = None
+            self._conclude(Verdict.UNSENT, error.kind.value)
+            return
+        if paused:
+            self.pause()
 
     def drop(self) -> None:
         """Stop at once: the worker's connection is aborted if the answer is not complete. Idempotent."""

@@ -135,7 +135,7 @@ class Exchange:
             if verdict is Verdict.FINISHED:
                 self._downstream.end()
                 return
-            if verdict is Verdict.RESELECT:
+            if verdict in (Verdict.RESELECT, Verdict.UNSENT):
                 self._rest(replica)
             elif verdict is Verdict.BROKEN:
                 self._broke(replica, reason)
@@ -202,7 +202,7 @@ class Exchange:
         verdict = await self._wait(attempt.verdict)
         attempt.drop()
         self._attempt = None
-        if verdict in (Verdict.RESELECT, Verdict.STALE):
+        if verdict in (Verdict.RESELECT, Verdict.UNSENT, Verdict.STALE):
             self._report.attempts -= 1  # nothing was started there
         else:
             self._waiting_since = 0.0

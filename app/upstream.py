@@ -38,6 +38,7 @@ class Break(StrEnum):
     """How an exchange with a worker failed."""
 
     REFUSED = "connection refused"
+    UNSENT = "connection closed before the request was written"
     CONNECT_TIMEOUT = "connection timed out"
     STALE = "idle connection was closed"
     EOF = "connection closed"
@@ -116,13 +117,27 @@ class UpstreamConnection(asyncio.Protocol):
         return self._sink is not None
 
     @property
+    def usable(self) -> bool:
+        """Whether a request can be written. A peer may break a connection at any moment, also right after accepting
+        it, so this can change in every turn of the loop."""
+        transport = self._transport
+        return transport is not None and not self.closed and not transport.is_closing()
+
+    @property
     def paused(self) -> bool:
         return self._paused
 
     def send(self, data: bytes, sink: UpstreamSink) -> None:
-        """Write one request, head and body; the answer goes to ``sink``. Only on an idle connection."""
+        """Write one request, head and body; the answer goes to ``sink``. Only on an idle connection.
+
+        Raises:
+            UpstreamError: ``UNSENT``: the connection is gone, nothing was written, and the sink hears nothing. To the
+                caller that is what a failed connect is.
+        """
         if self._transport is None or self._sink is not None:
             raise RuntimeError("a request needs an idle connection")
+        if not self.usable:
+            raise UpstreamError(Break.UNSENT)
         self._sink = sink
         self._parser = httptools.HttpResponseParser(self)
         self._headers: list[Header] = []
@@ -277,7 +292,7 @@ class UpstreamPool:
         oldest = time.monotonic() - IDLE_SECONDS
         while self._idle:
             connection, _ = self._idle.popitem()
-            if connection.idle_since >= oldest:
+            if connection.idle_since >= oldest and connection.usable:
                 return connection
             connection.abort()
         return None
@@ -354,6 +369,6 @@ class UpstreamPool:
             return
         if not future.done():
             future.set_result(connection)
-        elif not connection.closed:
+        elif connection.usable:
             connection.idle_since = time.monotonic()
             self._keep(connection)

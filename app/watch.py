@@ -54,6 +54,9 @@ class WatchSession:
         self._rest = b""
 
     def start(self) -> None:
+        """Raises:
+        UpstreamError: the connection is gone already.
+        """
         request = f"GET {WATCH_PATH} HTTP/1.1\r\nhost: {self.address}\r\naccept-encoding: identity\r\n\r\n"
         self._connection.send(request.encode("ascii", "replace"), self)
 
@@ -179,13 +182,12 @@ class AddressWatch:
 
     async def _dial(self) -> None:
         try:
-            connection = await self._pool.open()
+            session = WatchSession(self.address, await self._pool.open(), self._listener)
+            session.start()
         except UpstreamError:
             return  # nobody listens there at the moment: normal during a promotion
-        session = WatchSession(self.address, connection, self._listener)
         session.ended.add_done_callback(lambda _: self._over(session))
         self._sessions.add(session)
-        session.start()
         try:
             async with asyncio.timeout(self._heartbeat_timeout):
                 used = await session.first_line

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from app.liveness import WorkerState
-from tests.integration.app.conftest import run_gateway
+from app.upstream import UpstreamConnection, UpstreamPool
+from tests.integration.app.conftest import run_gateway, until
 from tests.integration.app.fake_worker import (
     DONE,
     MODEL,
@@ -89,6 +90,53 @@ async def test_the_epoch_that_broke_is_not_tried_again(workers: Any) -> None:
         assert len(worker.calls) == 1
         # The worker itself is alive, and serves others.
         assert (await running.chat()).status_code == 200
+
+
+async def test_a_connection_that_dies_before_the_request_was_written_costs_nothing(workers: Any) -> None:
+    """Accepted, and reset before the gateway wrote: as good as refused, so that another connection is tried."""
+    (worker,) = await workers("pod-0")
+    async with run_gateway(worker, attempt_limit=1) as running:
+        await running.until(lambda: bool(running.gateway.registry.candidates("")))
+        (replica,) = running.gateway.registry.candidates("")
+        opened = opens_dead(replica.pool, times=3)
+        answer = await running.chat()
+        assert (answer.status_code, len(opened), len(worker.calls)) == (200, 3, 1)
+        assert running.state(worker) is WorkerState.UP
+
+
+async def test_a_watch_whose_connection_dies_at_once_is_dialled_again(
+    workers: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    (worker,) = await workers("pod-0")
+    async with run_gateway(worker) as running:
+        await running.until(lambda: bool(running.gateway.registry.candidates("")))
+        (watch,) = running.gateway.registry._watches.values()
+        opened = opens_dead(watch._pool, times=3)
+        worker.drop_watches()
+        await running.until(lambda: worker.watches_opened == 2)
+        assert len(opened) == 3
+        assert len(watch._sessions) == 1
+    assert "watching" not in caplog.text  # no bug was caught there
+
+
+def opens_dead(pool: UpstreamPool, *, times: int) -> list[UpstreamConnection]:
+    """The next connections of this pool end between connect and use."""
+    opened: list[UpstreamConnection] = []
+    real = pool.open
+
+    async def dead() -> UpstreamConnection:
+        connection = await real()
+        assert connection._transport is not None
+        connection._transport.abort()
+        await until(lambda: connection.closed)
+        opened.append(connection)
+        return connection
+
+    def open_() -> asyncio.Future[UpstreamConnection]:
+        return asyncio.ensure_future(dead()) if len(opened) < times else real()
+
+    pool.open = open_  # type: ignore[method-assign]
+    return opened
 
 
 async def test_attempts_are_limited(workers: Any) -> None:
