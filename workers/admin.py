@@ -9,52 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-import msgspec
-
 from workers import metrics
 from workers.asgi import Receive, Scope, Send, respond, respond_error, respond_json
 from workers.contract import Role
-from workers.engine import EngineMemory
+from workers.state import EngineState, Promotion
+
+__all__ = ["AdminApp", "EngineState", "Promotion"]
 
 _HEALTHY: Final = {Role.ACTIVE: "serving", Role.HANDOVER: "serving", Role.STANDBY: "parked"}
-
-
-class Promotion(msgspec.Struct, frozen=True, kw_only=True):
-    """When the parts of this engine's last promotion were done: ``time.monotonic()`` seconds, which on Linux is one
-    clock for all processes of a machine."""
-
-    epoch: int
-    granted: float
-    """The kernel gave the lock."""
-    epoch_written: float
-    memory_mapped: float
-    bound: float
-    """The serving port listens."""
-
-
-class EngineState(msgspec.Struct, frozen=True, kw_only=True):
-    """The document at ``/state``."""
-
-    worker: str
-    instance: str
-    engine: str
-    role: Role
-    role_seconds: float
-    pid: int
-    keeper_pid: int | None
-    restarts: int
-    """How many engines this keeper has forked before this one."""
-    epoch: int
-    inflight: int
-    capacity: int
-    steps: int
-    models: tuple[str, ...]
-    standby: Role | None
-    memory: EngineMemory | None
-    rss_bytes: int
-    monotonic: float
-    promotion: Promotion | None = None
-    failure: str | None = None
 
 
 class AdminApp:

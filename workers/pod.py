@@ -20,6 +20,7 @@ import msgspec
 
 from workers.children import Child, LogSink, label_line
 from workers.exit_codes import ExitCode
+from workers.hosts import reachable
 from workers.http_get import GetFailed, http_get
 from workers.pod_commands import ENGINE_PREFIX, SERVICE, admin_ports, command_lines, environment
 from workers.pod_files import EngineRecord, MemoryServiceRecord, PodFolder, PodFolderError, PodRecord
@@ -35,7 +36,6 @@ REAP_SECONDS: Final = 5.0
 STDOUT: Final = 1
 FAILED_TO_START: Final = 127
 """The code a shell gives for a command it could not run."""
-_ANY_HOST: Final = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 class _Signalled(msgspec.Struct, frozen=True):
@@ -217,7 +217,7 @@ class PodSupervisor:
     async def _probe(self, name: str, pid: int, started: float) -> None:
         """Ask one life of an engine whether it is alive, until it is not."""
         settings = self._settings
-        host = _ANY_HOST.get(settings.host, settings.host)
+        host = reachable(settings.host)
         liveness = Liveness(
             started=started, startup_seconds=settings.startup_timeout_seconds, failures=settings.liveness_failures
         )

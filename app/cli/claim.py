@@ -16,7 +16,6 @@ from workers.exit_codes import ExitCode
 LOCK_FILE: Final = "up.lock"
 LOGS: Final = "logs"
 GATEWAY_FILE: Final = "gateway.json"
-POD_FILE: Final = "pod.json"
 
 
 class RunDirClaim:

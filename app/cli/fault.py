@@ -18,10 +18,13 @@ from pathlib import Path
 from typing import Final
 
 from app.cli.errors import CliError
-from app.cli.observe import EngineAnswer, EngineReport, ask_engine, ask_pod
-from app.cli.run_dir import PodFile, read_pod, read_pods
+from app.cli.observe import ask_engine, ask_pod
+from app.cli.reports import EngineAnswer
+from app.cli.run_dir import read_pod, read_pods
 from workers.contract import Role
 from workers.exit_codes import ExitCode
+from workers.pod_files import PodRecord
+from workers.state import EngineState
 
 _PEER_SECONDS: Final = 1.0
 
@@ -53,32 +56,32 @@ def inject(fault: Fault, pod_name: str, run_dir: Path) -> str:
     return asyncio.run(_signal_engine(fault, pod))
 
 
-def engine_with(role: Role, answers: Mapping[str, EngineAnswer]) -> EngineReport | None:
+def engine_with(role: Role, answers: Mapping[str, EngineAnswer]) -> EngineState | None:
     """The engine that is ``role``, the newest epoch first. Pure."""
-    reports = [answer for answer in answers.values() if isinstance(answer, EngineReport) and answer.role is role]
+    reports = [answer for answer in answers.values() if isinstance(answer, EngineState) and answer.role is role]
     return max(reports, key=lambda report: report.epoch, default=None)
 
 
-async def _signal_engine(fault: Fault, pod: PodFile) -> str:
+async def _signal_engine(fault: Fault, pod: PodRecord) -> str:
     role = _TARGETS[fault]
     answers = await ask_pod(pod)
     report = engine_with(role, answers)
     if report is None:
         seen = ", ".join(
-            f"{name} is {answer.role if isinstance(answer, EngineReport) else answer}"
+            f"{name} is {answer.role if isinstance(answer, EngineState) else answer}"
             for name, answer in answers.items()
         )
         raise _cannot(f"no engine of {pod.pod} is {role} now ({seen}); nothing was done")
     with _pidfd(report.pid) as pidfd:
         again = await ask_engine(pod, report.engine)
-        if not isinstance(again, EngineReport) or (again.pid, again.role) != (report.pid, role):
+        if not isinstance(again, EngineState) or (again.pid, again.role) != (report.pid, role):
             raise _cannot(
                 f"engine {report.engine} of {pod.pod} changed while it was looked at; nothing was done, try again"
             )
         return _send(fault, pidfd, f"engine {report.engine} ({role}, epoch {report.epoch}) of {pod.pod}", report.pid)
 
 
-def _kill_gms(pod: PodFile, run_dir: Path) -> str:
+def _kill_gms(pod: PodRecord, run_dir: Path) -> str:
     if pod.gms is None:
         raise _cannot(f"{pod.pod} runs without a memory service; nothing was done")
     if pod.gms.pid is None:

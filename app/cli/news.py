@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from app.cli.observe import Absence, EngineAnswer, EngineReport
+from app.cli.reports import Absence, EngineAnswer
 from workers.contract import Role
+from workers.state import EngineState
 
 _TOLD: frozenset[Role] = frozenset({Role.HANDOVER, Role.DRAINING, Role.STOPPED, Role.FAILED})
 
@@ -34,7 +35,7 @@ class PodNews:
 
     def __init__(self, pod: str) -> None:
         self._pod = pod
-        self._last: dict[str, EngineReport] = {}
+        self._last: dict[str, EngineState] = {}
         """The newest report of each living engine."""
         self._silent: set[str] = set()
         self._complete = False
@@ -46,7 +47,7 @@ class PodNews:
         granted = [
             answer.promotion.granted
             for answer in answers.values()
-            if isinstance(answer, EngineReport) and answer.promotion is not None
+            if isinstance(answer, EngineState) and answer.promotion is not None
         ]
         # Deaths first: they are what everything else follows from.
         news = [item for engine, answer in answers.items() for item in self._deaths(engine, answer, granted, now)]
@@ -58,7 +59,7 @@ class PodNews:
         before = self._last.get(engine)
         if before is None or answer is Absence.SILENT:
             return []
-        if isinstance(answer, EngineReport) and answer.pid == before.pid:
+        if isinstance(answer, EngineState) and answer.pid == before.pid:
             return []
         del self._last[engine]
         self._silent.discard(engine)
@@ -67,12 +68,12 @@ class PodNews:
         died = min(taken_over, default=before.monotonic)
         if self._complete:
             self._complete, self._loss = False, _Loss(died, before.role)
-        reborn = [answer.since] if isinstance(answer, EngineReport) else []
+        reborn = [answer.since] if isinstance(answer, EngineState) else []
         return [self._say(min([now, *taken_over, *reborn]), f"{engine} is gone, it was {before.role}")]
 
     def _changes(self, engine: str, answer: EngineAnswer, now: float) -> list[News]:
         before = self._last.get(engine)
-        if not isinstance(answer, EngineReport):
+        if not isinstance(answer, EngineState):
             if answer is Absence.GONE or before is None or engine in self._silent:
                 return []
             self._silent.add(engine)
@@ -86,7 +87,7 @@ class PodNews:
             news += self._role(engine, answer)
         return news
 
-    def _role(self, engine: str, report: EngineReport) -> list[News]:
+    def _role(self, engine: str, report: EngineState) -> list[News]:
         if report.role is Role.ACTIVE:
             text = f"{engine} is active, epoch {report.epoch}"
             if (done := report.promotion) is not None:

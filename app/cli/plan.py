@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
+from workers.hosts import reachable
+
 EngineName = Literal["vllm", "sim"]
 
 LOOPBACK: Final = "127.0.0.1"
@@ -161,10 +163,7 @@ def _seconds(environment: Mapping[str, str], name: str, default: float) -> float
 
 def base_url(host: str, port: int) -> str:
     """Where a client on this machine finds the API."""
-    if host in ("", "0.0.0.0"):
-        host = LOOPBACK
-    elif host == "::":
-        host = "::1"
+    host = reachable(host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 

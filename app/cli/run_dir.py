@@ -11,40 +11,12 @@ from typing import TypeVar
 
 import msgspec
 
-from app.cli.claim import GATEWAY_FILE, POD_FILE
+from app.cli.claim import GATEWAY_FILE
 from app.cli.errors import CliError
 from workers.exit_codes import ExitCode
+from workers.pod_files import POD_FILE, PodRecord
 
 T = TypeVar("T")
-
-
-class GmsEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """The pod's memory service."""
-
-    pid: int | None
-    socket: str
-    metrics_port: int = 0
-
-
-class EngineEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine; ``pid`` is its keeper's. The engine's own pid is told by the admin port."""
-
-    pid: int | None
-    admin_port: int
-    restarts: int = 0
-
-
-class PodFile(msgspec.Struct, frozen=True, kw_only=True):
-    """``pod.json``: one pod of this machine, as its supervisor describes it."""
-
-    version: int
-    pod: str
-    instance: str
-    pid: int
-    host: str
-    serving_port: int
-    gms: GmsEntry | None
-    engines: dict[str, EngineEntry]
 
 
 class GatewayFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,7 +27,7 @@ class GatewayFile(msgspec.Struct, frozen=True, kw_only=True):
     port: int
 
 
-def read_pods(run_dir: Path) -> list[PodFile]:
+def read_pods(run_dir: Path) -> list[PodRecord]:
     """Every pod with a ``pod.json``, by name.
 
     Raises:
@@ -65,9 +37,9 @@ def read_pods(run_dir: Path) -> list[PodFile]:
     return sorted((pod for pod in found if pod is not None), key=lambda pod: pod.pod)
 
 
-def read_pod(pod_dir: Path) -> PodFile | None:
+def read_pod(pod_dir: Path) -> PodRecord | None:
     """The pod's file; None if there is none, or none yet."""
-    return _read(pod_dir / POD_FILE, PodFile)
+    return _read(pod_dir / POD_FILE, PodRecord)
 
 
 def read_gateway(run_dir: Path) -> GatewayFile | None:

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from app.cli.observe import EngineAnswer, EngineReport
+from app.cli.reports import EngineAnswer
 from workers.contract import Role
+from workers.state import EngineState
 
 
 class Stage(StrEnum):
@@ -26,7 +27,7 @@ def stages_of(*, gms: bool) -> tuple[Stage, ...]:
 
 def is_done(stage: Stage, *, socket_is_there: bool, answers: Mapping[str, EngineAnswer]) -> bool:
     """Whether what was seen of a pod means that ``stage`` is over."""
-    roles = {answer.role for answer in answers.values() if isinstance(answer, EngineReport)}
+    roles = {answer.role for answer in answers.values() if isinstance(answer, EngineState)}
     match stage:
         case Stage.MEMORY:
             return socket_is_there or bool(roles - {Role.INIT})

@@ -12,19 +12,12 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from app.cli.errors import CliError
-from app.cli.observe import (
-    DEADLINE_SECONDS,
-    Absence,
-    EngineAnswer,
-    GatewayReport,
-    WorkerReport,
-    ask_gateway,
-    ask_pod,
-    in_daemon_thread,
-    private_bytes,
-)
-from app.cli.run_dir import GatewayFile, PodFile, is_running, read_gateway, read_pods
+from app.cli.observe import DEADLINE_SECONDS, ask_gateway, ask_pod, private_bytes
+from app.cli.reports import Absence, EngineAnswer, GatewayReport, WorkerReport
+from app.cli.run_dir import GatewayFile, is_running, read_gateway, read_pods
+from workers.engines.sim.threads import in_daemon_thread
 from workers.exit_codes import ExitCode
+from workers.pod_files import PodRecord
 
 if TYPE_CHECKING:
     from gms.protocol import Status
@@ -147,7 +140,7 @@ def _gateway_status(file: GatewayFile | None, view: GatewayReport | Absence | No
     )
 
 
-async def _look_at_pod(pod: PodFile, run_dir: Path) -> PodStatus:
+async def _look_at_pod(pod: PodRecord, run_dir: Path) -> PodStatus:
     answers, gms = await asyncio.gather(ask_pod(pod), _look_at_gms(pod, run_dir))
     engines = await asyncio.gather(*(_engine_status(pod, name, answer) for name, answer in answers.items()))
     return PodStatus(
@@ -162,7 +155,7 @@ async def _look_at_pod(pod: PodFile, run_dir: Path) -> PodStatus:
     )
 
 
-async def _engine_status(pod: PodFile, name: str, answer: EngineAnswer) -> EngineStatus:
+async def _engine_status(pod: PodRecord, name: str, answer: EngineAnswer) -> EngineStatus:
     entry = pod.engines[name]
     if isinstance(answer, Absence):
         return EngineStatus(role=answer, keeper_pid=entry.pid, admin_port=entry.admin_port, restarts=entry.restarts)
@@ -185,12 +178,13 @@ async def _engine_status(pod: PodFile, name: str, answer: EngineAnswer) -> Engin
     )
 
 
-async def _look_at_gms(pod: PodFile, run_dir: Path) -> GmsStatus | None:
+async def _look_at_gms(pod: PodRecord, run_dir: Path) -> GmsStatus | None:
     if pod.gms is None:
         return None
     path = run_dir / pod.pod / pod.gms.socket
     try:
-        status = await in_daemon_thread(lambda: _gms_status(path, pod.instance), timeout_seconds=DEADLINE_SECONDS)
+        async with asyncio.timeout(DEADLINE_SECONDS):  # the thread is left behind: nobody waits for it at exit
+            status = await in_daemon_thread(lambda: _gms_status(path, pod.instance), name="gms-status")
     except (OSError, TimeoutError):
         return GmsStatus(pid=pod.gms.pid, answers=False)
     if status is None:

@@ -17,14 +17,17 @@ from typing import Final, NamedTuple
 from app.cli.children import Child
 from app.cli.errors import CliError
 from app.cli.news import PodNews
-from app.cli.observe import EngineAnswer, EngineReport, GatewayReport, ask_gateway, ask_pod
+from app.cli.observe import ask_gateway, ask_pod
 from app.cli.plan import StopLimits, UpOptions, base_url, example_request
-from app.cli.run_dir import GatewayFile, PodFile, read_pod
+from app.cli.reports import EngineAnswer, GatewayReport
+from app.cli.run_dir import GatewayFile, read_pod
 from app.cli.screen import Screen
 from app.cli.stages import Board, is_done, stages_of
 from app.cli.starter import StartedPod, Starter
 from app.cli.voice import Voice
 from workers.exit_codes import ExitCode
+from workers.pod_files import PodRecord
+from workers.state import EngineState
 
 STARTING_LOOK_SECONDS: Final = 0.1
 STEADY_LOOK_SECONDS: Final = 0.25
@@ -147,7 +150,7 @@ class Up:
                 self._advance(pod, None, {}, time.monotonic())
             await asyncio.sleep(STEADY_LOOK_SECONDS if self._ready else STARTING_LOOK_SECONDS)
 
-    def _advance(self, pod: StartedPod, file: PodFile | None, answers: dict[str, EngineAnswer], now: float) -> None:
+    def _advance(self, pod: StartedPod, file: PodRecord | None, answers: dict[str, EngineAnswer], now: float) -> None:
         if self._ready:
             return
         socket_is_there = False
@@ -158,7 +161,7 @@ class Up:
             for stage in stages_of(gms=self._options.gms)
         ]
         self._board.advance(stages, now=now)
-        reports = [answer for answer in answers.values() if isinstance(answer, EngineReport)]
+        reports = [answer for answer in answers.values() if isinstance(answer, EngineState)]
         self._board.note(stages[-1][0], ", ".join(f"{report.engine} {report.role}" for report in reports))
 
     async def _await_end(self, child: Child) -> None:

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 from app.cli.news import News, PodNews
-from app.cli.observe import Absence, EngineAnswer, EngineReport, PromotionReport
+from app.cli.reports import Absence, EngineAnswer
 from workers.contract import Role
+from workers.state import EngineState, Promotion
 
 
 def report(
     engine: str, role: Role, *, pid: int, at: float, since: float, epoch: int = 0, granted: float | None = None
-) -> EngineReport:
-    promotion = None if granted is None else PromotionReport(epoch=epoch, granted=granted, bound=granted + 0.004)
-    return EngineReport(
+) -> EngineState:
+    promotion = None
+    if granted is not None:
+        done = granted + 0.004
+        promotion = Promotion(epoch=epoch, granted=granted, epoch_written=granted, memory_mapped=done, bound=done)
+    return EngineState(
+        worker="pod-0",
+        keeper_pid=None,
+        restarts=0,
+        steps=0,
+        models=(),
+        standby=None,
+        memory=None,
         instance="i",
         engine=engine,
         role=role,
@@ -27,11 +38,11 @@ def report(
     )
 
 
-def active(engine: str, *, pid: int, at: float, granted: float, epoch: int = 1) -> EngineReport:
+def active(engine: str, *, pid: int, at: float, granted: float, epoch: int = 1) -> EngineState:
     return report(engine, Role.ACTIVE, pid=pid, at=at, since=granted + 0.004, epoch=epoch, granted=granted)
 
 
-def parked(engine: str, *, pid: int, at: float, since: float) -> EngineReport:
+def parked(engine: str, *, pid: int, at: float, since: float) -> EngineState:
     return report(engine, Role.STANDBY, pid=pid, at=at, since=since)
 
 

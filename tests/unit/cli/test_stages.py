@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from app.cli.observe import Absence, EngineAnswer
+from app.cli.reports import Absence, EngineAnswer
 from app.cli.screen import PlainScreen
 from app.cli.stages import Board, Stage, is_done, stages_of
 from tests.unit.cli.test_news import report

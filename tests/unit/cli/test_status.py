@@ -7,7 +7,8 @@ import io
 import pytest
 
 from app.cli.fault import engine_with
-from app.cli.observe import Absence, EngineAnswer, WorkerReport, sum_private
+from app.cli.observe import sum_private
+from app.cli.reports import Absence, EngineAnswer, WorkerReport
 from app.cli.status import EngineStatus, GatewayStatus, GmsStatus, PodStatus, StatusDocument, pool_kind, routed_as
 from app.cli.status_table import duration, gateway_line, pod_line, render, size
 from tests.unit.cli.test_news import active, parked

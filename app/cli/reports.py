@@ -1,0 +1,41 @@
+"""[P] What is heard from the processes of a run folder, or why nothing is."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from workers.state import EngineState
+
+
+class Absence(StrEnum):
+    """Why a process says nothing."""
+
+    GONE = "gone"
+    """Nobody listens on its port: there is no such process now."""
+    SILENT = "silent"
+    """Somebody listens, and does not answer: stopped, or stuck."""
+
+
+class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What the gateway thinks of one worker."""
+
+    address: str
+    state: str
+    routable: bool
+    worker: str | None = None
+    epoch: int | None = None
+    models: tuple[str, ...] = ()
+
+
+class GatewayReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The part of the gateway's ``/status`` that the command line uses; what else comes is ignored."""
+
+    lifecycle: str
+    inflight: int
+    waiting: int
+    workers: tuple[WorkerReport, ...]
+
+
+EngineAnswer = EngineState | Absence
