@@ -19,13 +19,14 @@ from typing import Final
 import msgspec
 
 from workers.children import Child, LogSink, label_line
+from workers.contract import Role
 from workers.exit_codes import ExitCode
 from workers.hosts import reachable
 from workers.http_get import GetFailed, http_get
 from workers.pod_commands import ENGINE_PREFIX, SERVICE, admin_ports, command_lines, environment
 from workers.pod_files import EngineRecord, MemoryServiceRecord, PodFolder, PodFolderError, PodRecord
 from workers.pod_plan import Action, Deadline, Kill, Phase, PodPlan, Start, Terminate
-from workers.probes import Liveness, LivenessVerdict
+from workers.probes import Liveness, LivenessVerdict, Sighting
 from workers.settings import PodSettings
 
 logger = logging.getLogger(__name__)
@@ -60,6 +61,13 @@ class _StartDue(msgspec.Struct, frozen=True):
 
 class _DeadlinePassed(msgspec.Struct, frozen=True):
     phase: Phase
+
+
+class _Live(msgspec.Struct, frozen=True):
+    """The part of ``/live``'s body that matters here."""
+
+    pid: int = 0
+    role: str = ""
 
 
 _Event = _Signalled | _Ended | _Hung | _StartDue | _DeadlinePassed
@@ -223,20 +231,27 @@ class PodSupervisor:
         )
         while True:
             await asyncio.sleep(settings.liveness_period_seconds)
-            why = ""
-            try:
-                timeout = settings.liveness_timeout_seconds
-                status, _ = await http_get(host, self._admin_ports[name], "/live", timeout_seconds=timeout)
-                if status != 200:
-                    why = f"its admin port answers /live with {status}"
-            except GetFailed as error:
-                why = str(error)
-            verdict = liveness.observe(not why, now=time.monotonic())
+            why, seen = await self._ask_if_alive(host, self._admin_ports[name])
+            verdict = liveness.observe(seen, now=time.monotonic())
             if verdict is not LivenessVerdict.KEEP:
                 if verdict is LivenessVerdict.KILL_NEVER_STARTED:
-                    why = f"it was not alive within {settings.startup_timeout_seconds:g} s ({why})"
+                    why = f"it was not alive within {liveness.allowed_seconds:g} s ({why})"
                 self._events.put_nowait(_Hung(name, pid, why))
                 return
+
+    async def _ask_if_alive(self, host: str, port: int) -> tuple[str, Sighting]:
+        """``/live`` of one engine, and what is wrong with the answer."""
+        try:
+            status, body = await http_get(host, port, "/live", timeout_seconds=self._settings.liveness_timeout_seconds)
+        except GetFailed as error:
+            refused = self._settings.keeper and isinstance(error.__cause__, ConnectionRefusedError)
+            return str(error), Sighting(ok=False, refused=refused)
+        try:
+            live = msgspec.json.decode(body, type=_Live)
+        except msgspec.DecodeError:
+            live = _Live()  # the status is what counts
+        why = "" if status == 200 else f"its admin port answers /live with {status}"
+        return why, Sighting(ok=not why, pid=live.pid, initialising=live.role == Role.INIT)
 
     def _kill_what_is_left(self) -> None:
         """Nothing, unless this supervisor is cancelled or fails."""

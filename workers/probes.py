@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from enum import Enum
+from typing import Final
 
 import msgspec
 
@@ -47,26 +48,66 @@ class LivenessVerdict(Enum):
     """Gave no good answer within the start-up time."""
 
 
+REFORK_SECONDS: Final = 60.0
+"""A keeper that has imported everything forks within seconds; one that does not is stuck itself."""
+
+
+class Sighting(msgspec.Struct, frozen=True, kw_only=True):
+    """One result of a liveness probe."""
+
+    ok: bool
+    pid: int = 0
+    """The process that answered; 0: it did not say, or nobody answered."""
+    initialising: bool = False
+    """It said that it is not initialised yet."""
+    refused: bool = False
+    """Nobody listens, and yet the supervised process lives: its keeper is about to fork the next engine."""
+
+
 class Liveness:
     """Whether one process must be killed, from the results of its liveness probe.
 
-    Failures before the first good answer do not count, for at most ``startup_seconds``: a starting process is not a
-    hung one. Make a new one for each start.
+    A starting process is not a hung one: while an engine initialises, silence does not count, for at most
+    ``startup_seconds``. Behind one keeper engines follow each other; each of them gets this time anew, from when the
+    probe first sees that there is another one (its pid). Between two there may be none (the port refuses), for at most
+    ``REFORK_SECONDS``. Make a new one for each start of the process that is supervised.
     """
 
     def __init__(self, *, started: float, startup_seconds: float, failures: int) -> None:
-        self._deadline = started + startup_seconds
-        self._threshold = Threshold(success=1, failure=failures, healthy=True)
+        self._startup_seconds = startup_seconds
+        self._failures = failures
+        self._pid = 0
+        self._starting = True
         self.answered = False
+        self.allowed_seconds = startup_seconds
+        """How long the engine that is expected now may take to answer."""
+        self._begin(started, startup_seconds)
 
-    def observe(self, ok: bool, *, now: float) -> LivenessVerdict:
+    def observe(self, seen: Sighting, *, now: float) -> LivenessVerdict:
         """Take one result in."""
+        another = bool(seen.pid and self._pid and seen.pid != self._pid)
+        if another:
+            self._begin(now, self._startup_seconds)
+        elif seen.refused and self.answered:
+            self._begin(now, min(self._startup_seconds, REFORK_SECONDS))
+        self._pid = seen.pid or self._pid
+        if seen.ok:
+            self.answered = True
+            self._starting = self._starting and seen.initialising
+            self._threshold.observe(True)
+            return LivenessVerdict.KEEP
+        if self._starting and now < self._deadline:
+            return LivenessVerdict.KEEP
         if not self.answered:
-            self.answered = ok
-            if ok or now < self._deadline:
-                return LivenessVerdict.KEEP
             return LivenessVerdict.KILL_NEVER_STARTED
-        return LivenessVerdict.KEEP if self._threshold.observe(ok) else LivenessVerdict.KILL_SILENT
+        return LivenessVerdict.KEEP if self._threshold.observe(False) else LivenessVerdict.KILL_SILENT
+
+    def _begin(self, now: float, seconds: float) -> None:
+        self.allowed_seconds = seconds
+        self._deadline = now + seconds
+        self._threshold = Threshold(success=1, failure=self._failures, healthy=True)
+        self._starting = True
+        self.answered = False
 
 
 class Backoff:

@@ -12,6 +12,8 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from itertools import repeat
 from types import FrameType
 
 from workers.lifeline import die_with_parent
@@ -20,6 +22,9 @@ from workers.lifeline import die_with_parent
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--live-port", type=int, help="answer every request here with 200")
+    parser.add_argument(
+        "--live-body", action="append", help="answer with this, once; then with the next one; then not at all"
+    )
     parser.add_argument("--say", help="say this first")
     parser.add_argument("--exit", type=int, help="end with this code at once")
     parser.add_argument("--exit-after", type=int, default=10**9, help="... but only up to this life, see --lives")
@@ -51,12 +56,19 @@ def main() -> None:
     if server is None:
         while True:
             signal.pause()
+    bodies: Iterator[str] = iter(options.live_body) if options.live_body else repeat("")
+    kept = []
     while True:
         connection, _ = server.accept()
+        connection.recv(4096)
+        print("asked", flush=True)
+        body = next(bodies, None)
+        if body is None:
+            kept.append(connection)  # whoever asked waits
+            continue
         with connection:
-            connection.recv(4096)
-            print("asked", flush=True)
-            connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
+            head = f"HTTP/1.1 200 OK\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+            connection.sendall((head + body).encode())
 
 
 def listen(port: int) -> socket.socket:

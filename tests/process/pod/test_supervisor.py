@@ -121,6 +121,19 @@ def test_an_engine_that_hangs_is_killed_with_what_it_started(start_pod: StartPod
     assert pod.record()["engines"]["b"]["pid"] == other
 
 
+def test_the_next_engine_of_a_keeper_may_be_silent_while_it_starts(
+    start_pod: StartPod, live_ports: tuple[int, int]
+) -> None:
+    bodies = ('{"status":"live","pid":11,"role":"ACTIVE"}', '{"status":"live","pid":12,"role":"INIT"}')
+    pod = start_pod(
+        a=["--live-port", str(live_ports[0]), *(part for body in bodies for part in ("--live-body", body))],
+        HOTSPARE_LIVENESS_TIMEOUT_SECONDS=str(100 * MS),
+    )
+    pod.until_said("^pod-0/engine-a asked$", times=8)
+    assert not pod.said("engine-a is not alive")
+    assert pod.record()["engines"]["a"]["restarts"] == 0
+
+
 def test_an_engine_that_never_answers_is_killed_after_the_start_up_time(start_pod: StartPod) -> None:
     pod = start_pod(HOTSPARE_STARTUP_TIMEOUT_SECONDS=str(300 * MS))
     pod.until_up("engine-a")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.probes import Backoff, CrashLoop, Decision, Liveness, LivenessVerdict, Threshold, Verdict
+from workers.probes import Backoff, CrashLoop, Decision, Liveness, LivenessVerdict, Sighting, Threshold, Verdict
 
 RESTART, GIVE_UP = Decision.RESTART, Decision.GIVE_UP
 
@@ -56,34 +56,99 @@ def liveness() -> Liveness:
     return Liveness(started=100.0, startup_seconds=10.0, failures=3)
 
 
+KEEP, SILENT, NEVER = LivenessVerdict.KEEP, LivenessVerdict.KILL_SILENT, LivenessVerdict.KILL_NEVER_STARTED
+FAILED = Sighting(ok=False)
+REFUSED = Sighting(ok=False, refused=True)
+
+
+def alive(pid: int = 0, *, initialising: bool = False) -> Sighting:
+    return Sighting(ok=True, pid=pid, initialising=initialising)
+
+
 def test_liveness_failures_do_not_count_before_the_first_answer() -> None:
     probe = liveness()
-    assert [probe.observe(False, now=100.0 + at) for at in range(10)] == [LivenessVerdict.KEEP] * 10
+    assert [probe.observe(FAILED, now=100.0 + at) for at in range(10)] == [KEEP] * 10
     assert not probe.answered
 
 
 def test_liveness_kills_what_never_started() -> None:
-    assert liveness().observe(False, now=109.999) is LivenessVerdict.KEEP
-    assert liveness().observe(False, now=110.0) is LivenessVerdict.KILL_NEVER_STARTED
+    assert liveness().observe(FAILED, now=109.999) is KEEP
+    assert liveness().observe(FAILED, now=110.0) is NEVER
+    probe = liveness()
+    assert [probe.observe(REFUSED, now=now) for now in (101.0, 109.0, 110.0)] == [KEEP, KEEP, NEVER]
 
 
 def test_liveness_takes_a_late_first_answer() -> None:
     probe = liveness()
-    assert probe.observe(True, now=500.0) is LivenessVerdict.KEEP
+    assert probe.observe(alive(), now=500.0) is KEEP
     assert probe.answered
 
 
 def test_liveness_kills_what_fell_silent() -> None:
     probe = liveness()
-    probe.observe(True, now=101.0)
-    verdicts = [probe.observe(ok, now=102.0) for ok in (False, False, True, False, False, False)]
-    assert verdicts == [LivenessVerdict.KEEP] * 5 + [LivenessVerdict.KILL_SILENT]
+    probe.observe(alive(), now=101.0)
+    results = (FAILED, FAILED, alive(), FAILED, FAILED, FAILED)
+    assert [probe.observe(seen, now=102.0) for seen in results] == [KEEP] * 5 + [SILENT]
 
 
 def test_liveness_after_an_answer_does_not_ask_for_the_start_up_time() -> None:
     probe = liveness()
-    probe.observe(True, now=101.0)
-    assert probe.observe(False, now=1000.0) is LivenessVerdict.KEEP
+    probe.observe(alive(), now=101.0)
+    assert probe.observe(FAILED, now=1000.0) is KEEP
+
+
+def test_an_engine_that_loads_its_weights_may_be_silent_although_it_answered_before() -> None:
+    probe = liveness()
+    probe.observe(alive(7, initialising=True), now=101.0)
+    assert [probe.observe(FAILED, now=102.0 + at) for at in range(7)] == [KEEP] * 7
+    probe.observe(alive(7), now=109.0)
+    assert [probe.observe(FAILED, now=109.5) for _ in range(3)] == [KEEP, KEEP, SILENT]
+
+
+def test_initialising_is_no_excuse_after_the_start_up_time() -> None:
+    probe = liveness()
+    probe.observe(alive(7, initialising=True), now=101.0)
+    assert [probe.observe(FAILED, now=110.0) for _ in range(3)] == [KEEP, KEEP, SILENT]
+
+
+def test_an_engine_that_was_initialised_once_does_not_initialise_again() -> None:
+    probe = liveness()
+    probe.observe(alive(7), now=101.0)
+    probe.observe(alive(7, initialising=True), now=101.5)
+    assert [probe.observe(FAILED, now=102.0) for _ in range(3)] == [KEEP, KEEP, SILENT]
+
+
+def test_another_engine_behind_the_same_keeper_gets_its_own_start_up_time() -> None:
+    probe = liveness()
+    probe.observe(alive(7), now=101.0)
+    probe.observe(FAILED, now=200.0)
+    probe.observe(alive(8, initialising=True), now=201.0)
+    assert [probe.observe(FAILED, now=202.0 + at) for at in range(9)] == [KEEP] * 9
+    assert [probe.observe(FAILED, now=211.0) for _ in range(3)] == [KEEP, KEEP, SILENT]
+
+
+def test_a_port_that_refuses_while_the_keeper_lives_is_a_fork_to_come() -> None:
+    probe = liveness()
+    probe.observe(alive(7), now=101.0)
+    assert [probe.observe(REFUSED, now=200.0 + at) for at in range(10)] == [KEEP] * 10
+    assert probe.observe(REFUSED, now=210.0) is NEVER
+
+
+def test_the_next_fork_is_not_waited_for_as_long_as_a_start() -> None:
+    probe = Liveness(started=100.0, startup_seconds=600.0, failures=3)
+    probe.observe(alive(7), now=101.0)
+    assert [probe.observe(REFUSED, now=now) for now in (200.0, 259.0, 260.0)] == [KEEP, KEEP, NEVER]
+    probe = Liveness(started=100.0, startup_seconds=600.0, failures=3)
+    probe.observe(alive(7), now=101.0)
+    probe.observe(REFUSED, now=200.0)
+    probe.observe(alive(8, initialising=True), now=201.0)
+    assert [probe.observe(FAILED, now=now) for now in (202.0, 400.0, 800.0)] == [KEEP] * 3
+
+
+def test_a_port_that_refuses_without_a_keeper_is_a_failure_like_any_other() -> None:
+    probe = liveness()
+    probe.observe(alive(7), now=101.0)
+    assert [probe.observe(FAILED, now=102.0) for _ in range(3)] == [KEEP, KEEP, SILENT]
 
 
 def backoff() -> Backoff:
