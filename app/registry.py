@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -106,11 +106,12 @@ class WorkerEntry:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Waiter:
-    """A request that waits for a worker. ``order`` is its age among all requests."""
+    """A request that waits for a worker. ``order`` is its age among all requests; ``accepts`` says which routable
+    replica it waits for."""
 
     order: int
     model: str
-    exclude: Collection[Hashable]
+    accepts: Callable[[Replica], bool]
     future: asyncio.Future[None]
 
 
@@ -214,9 +215,10 @@ class WorkerRegistry:
                 found.update(dict.fromkeys(replica.line.models))
         return list(found)
 
-    def wait(self, order: int, model: str, exclude: Collection[Hashable]) -> Waiter:
-        """Register a request to be woken when a worker for it becomes routable. Pair with :meth:`forget`."""
-        waiter = Waiter(order, model, exclude, asyncio.get_running_loop().create_future())
+    def wait(self, order: int, model: str, accepts: Callable[[Replica], bool]) -> Waiter:
+        """Register a request to be woken when a worker that it accepts is routable, looking at each change of a fact
+        about any worker. Pair with :meth:`forget`."""
+        waiter = Waiter(order, model, accepts, asyncio.get_running_loop().create_future())
         self._waiters.add(waiter)
         return waiter
 
@@ -309,6 +311,6 @@ class WorkerRegistry:
         if not self._waiters:
             return
         for waiter in sorted(self._waiters, key=lambda w: w.order):
-            served = any(replica.key not in waiter.exclude for replica in self.candidates(waiter.model))
+            served = any(waiter.accepts(replica) for replica in self.candidates(waiter.model))
             if (served or self.is_unknown(waiter.model)) and not waiter.future.done():
                 waiter.future.set_result(None)

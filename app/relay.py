@@ -16,7 +16,7 @@ from app.attempt import Attempt, Verdict
 from app.delivery import Delivery
 from app.downstream import ClientGone, Downstream
 from app.headers import upstream_headers
-from app.liveness import ReplicaKey
+from app.liveness import ReplicaKey, clears_suspicion
 from app.openai.errors import GatewayError, model_not_found, no_worker, worker_lost
 from app.registry import Replica, WorkerRegistry
 from app.relayed import RelayRequest, Report
@@ -86,7 +86,8 @@ class Exchange:
         self._report = report
         self._order = order
         self._lines = b""
-        self._broken: set[Hashable] = set()
+        self._broken: dict[ReplicaKey, float] = {}
+        """Replicas that broke under this request, and when they did so last."""
         self._resting: dict[ReplicaKey, float] = {}
         """Replicas that took nothing just now, and until when they are left alone."""
         self._rest_seconds = RESELECT_PAUSE_SECONDS
@@ -145,12 +146,26 @@ class Exchange:
         candidates = self._registry.candidates(model)
         if not candidates and self._registry.is_unknown(model):
             raise model_not_found(model)
-        return self._router.select(candidates, self._excluded(), key=_key, group=model)
+        found = self._router.select(candidates, self._excluded(), key=_key, group=model)
+        if found is None and self._broken:
+            refused = {replica.key for replica in candidates if not self._accepts(replica)}
+            found = self._router.select(candidates, refused, key=_key, group=model)
+        return found
 
     def _excluded(self) -> set[Hashable]:
-        if not self._resting:
-            return self._broken
-        return self._broken.union(self._resting)
+        """Replicas to avoid while there are others."""
+        return {*self._broken, *self._resting}
+
+    def _accepts(self, replica: Replica) -> bool:
+        """Whether this replica may be tried, if it is routable.
+
+        One that broke under this request may be tried again once its watch has spoken later than the break: it lived
+        on, and only a connection, or the network, had failed. Attempts stay limited.
+        """
+        if replica.key in self._resting:
+            return False
+        broke_at = self._broken.get(replica.key)
+        return broke_at is None or clears_suspicion(broke_at, replica.line_at)
 
     def _rest(self, replica: Replica) -> None:
         """This replica took nothing: leave it alone for a moment. Costs no attempt, but time of the wait."""
@@ -160,8 +175,8 @@ class Exchange:
         self._rest_seconds = min(self._rest_seconds * 1.5, RESELECT_PAUSE_LIMIT_SECONDS)
 
     def _broke(self, replica: Replica, reason: str) -> None:
-        """The worker broke under the request. Go on elsewhere if the client has seen nothing."""
-        self._broken.add(replica.key)
+        """The worker broke under the request. Go on if the client has seen nothing, first of all elsewhere."""
+        self._broken[replica.key] = time.monotonic()
         self._waiting_since = 0.0
         if self._delivery.delivered or self._report.attempts >= self._limits.attempts:
             raise worker_lost(reason)
@@ -175,7 +190,7 @@ class Exchange:
             raise no_worker(self._limits.wait_for_worker, self._request.model)
         if self._resting:
             remaining = min(remaining, max(0.001, min(self._resting.values()) - now))
-        waiter = self._registry.wait(self._order, self._request.model, self._excluded())
+        waiter = self._registry.wait(self._order, self._request.model, self._accepts)
         alarm = asyncio.get_running_loop().call_later(remaining, _resolve, waiter.future)
         try:
             await self._wait(waiter.future)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from app.liveness import WorkerState
+from app.liveness import SUSPICION_SECONDS, WorkerState
 from app.upstream import UpstreamConnection, UpstreamPool
 from tests.integration.app.conftest import run_gateway, until
 from tests.integration.app.fake_worker import (
@@ -80,16 +80,42 @@ async def test_the_shadow_of_the_same_pod_takes_over(workers: Any) -> None:
         assert sorted(set(epochs)) == [1, 2]
 
 
-async def test_the_epoch_that_broke_is_not_tried_again(workers: Any) -> None:
+@pytest.mark.parametrize("behaviour", [cuts(reset=True), streams(end=b"")], ids=["reset", "ended early"])
+async def test_what_broke_is_tried_again_when_it_has_outlived_the_break(workers: Any, behaviour: Any) -> None:
+    """One pod, one reset stream: the request waits for the next sign of life and not for another worker."""
     (worker,) = await workers("pod-0")
-    worker.will(cuts())
-    async with run_gateway(worker, wait_for_worker_seconds=1) as running:
-        answer = await running.chat()
+    worker.will(behaviour)
+    async with run_gateway(worker) as running:
+        started = time.monotonic()
+        answer = await running.chat(stream=True)
+        assert (answer.status_code, len(worker.calls)) == (200, 2)
+        assert SUSPICION_SECONDS <= time.monotonic() - started < 3
+        assert {call.headers["x-hotspare-request-id"] for call in worker.calls} == {
+            worker.calls[0].headers["x-hotspare-request-id"]
+        }
+
+
+@pytest.mark.parametrize("behaviour", [cuts(reset=True), streams(end=b"")], ids=["reset", "ended early"])
+async def test_what_broke_is_not_tried_again_without_a_sign_of_life(workers: Any, behaviour: Any) -> None:
+    (worker,) = await workers("pod-0")
+    worker.will(behaviour)
+    async with run_gateway(worker, wait_for_worker_seconds=0.6) as running:
+        await running.until(lambda: bool(running.gateway.registry.candidates("")))
+        worker.heartbeat = False
+        await asyncio.sleep(0.15)  # a line may be on its way
+        answer = await running.chat(stream=True)
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_worker")
         assert answer.headers["retry-after"] == "1"
         assert len(worker.calls) == 1
-        # The worker itself is alive, and serves others.
-        assert (await running.chat()).status_code == 200
+
+
+async def test_attempts_at_one_worker_are_limited(workers: Any) -> None:
+    (worker,) = await workers("pod-0")
+    worker.default = cuts(reset=True)
+    async with run_gateway(worker) as running:
+        answer = await running.chat()
+        assert (answer.status_code, answer.json()["error"]["code"]) == (502, "worker_lost")
+        assert len(worker.calls) == 3
 
 
 async def test_a_connection_that_dies_before_the_request_was_written_costs_nothing(workers: Any) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from app.address import Address
 from app.liveness import ReplicaKey, WorkerState
-from app.registry import HISTORY_LENGTH, WorkerRegistry
+from app.registry import HISTORY_LENGTH, Replica, WorkerRegistry
 from app.watch import WatchSession
 from workers.contract import Role, WatchLine
 
@@ -60,6 +60,10 @@ def session(registry: WorkerRegistry, address: Address = A, *, epoch: int = 1, m
     return FakeSession(registry, address, line)
 
 
+def anything(replica: Replica) -> bool:
+    return True
+
+
 def states(registry: WorkerRegistry, address: Address = A) -> list[tuple[str, int | None]]:
     return [(item.state.value, item.epoch) for item in registry.entries[address].history]
 
@@ -93,10 +97,10 @@ async def test_waiters_are_woken_in_the_same_turn_oldest_first(registry: WorkerR
     woken: list[int] = []
     waiters = []
     for order in (3, 1, 2):
-        waiter = registry.wait(order, "m", frozenset())
+        waiter = registry.wait(order, "m", anything)
         waiter.future.add_done_callback(lambda _, order=order: woken.append(order))
         waiters.append(waiter)
-    elsewhere = registry.wait(4, "other", frozenset())
+    elsewhere = registry.wait(4, "other", anything)
     session(registry, B, model="other").say()
     assert elsewhere.future.done()
     assert not any(waiter.future.done() for waiter in waiters[:0])
@@ -109,13 +113,24 @@ async def test_waiters_are_woken_in_the_same_turn_oldest_first(registry: WorkerR
     assert registry.waiting == 0
 
 
-async def test_a_waiter_is_not_woken_for_what_it_excludes(registry: WorkerRegistry) -> None:
+async def test_a_waiter_is_not_woken_for_what_it_does_not_accept(registry: WorkerRegistry) -> None:
     watch = session(registry)
     watch.say()
-    waiter = registry.wait(1, "m", {ReplicaKey("pod-a", "life-a", 1)})
+    waiter = registry.wait(1, "m", lambda replica: replica.key != ReplicaKey("pod-a", "life-a", 1))
     watch.say(seq=1)
     assert not waiter.future.done()
     session(registry, epoch=2).say()
+    assert waiter.future.done()
+
+
+async def test_a_waiter_is_woken_by_a_later_line_of_what_it_did_not_accept_before(registry: WorkerRegistry) -> None:
+    watch = session(registry)
+    watch.say()
+    now = time.monotonic()
+    waiter = registry.wait(1, "m", lambda replica: replica.line_at > now + 0.1)
+    watch.say(seq=1)
+    assert not waiter.future.done()
+    watch.say(seq=2, later=0.2)
     assert waiter.future.done()
 
 

@@ -1,0 +1,93 @@
+"""Which replica a request goes to next, after one broke under it. The registry has no sockets here."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import pytest
+
+from app.downstream import Downstream
+from app.liveness import SUSPICION_SECONDS
+from app.openai.errors import GatewayError
+from app.openai.surface import RELAY_ROUTES
+from app.registry import Replica, WorkerRegistry
+from app.relay import Exchange, Relay, RelayLimits
+from app.relayed import RelayRequest, Report
+from app.routing import RoundRobinRouter
+from tests.unit.app.test_registry import A, B, FakeSession, session
+
+LIMITS = RelayLimits(wait_for_worker=1, first_byte=1, stall=1, keepalive=1, attempts=3, max_held_bytes=1)
+LATER = SUSPICION_SECONDS + 0.1
+
+
+@pytest.fixture
+async def watches() -> tuple[FakeSession, FakeSession]:
+    registry = WorkerRegistry([A, B], connect_timeout=1, heartbeat_timeout=3)
+    both = session(registry, A), session(registry, B)
+    for watch in both:
+        watch.say()
+    return both
+
+
+@pytest.fixture
+def exchange(watches: tuple[FakeSession, FakeSession]) -> Exchange:
+    request = RelayRequest(
+        route=RELAY_ROUTES["/tokenize"],
+        target=b"/tokenize",
+        headers=[],
+        body=b"{}",
+        model="m",
+        streaming=False,
+        request_id=b"r",
+        gateway_id=b"g",
+    )
+    relay = Relay(registry=watches[0].registry, router=RoundRobinRouter(), limits=LIMITS)
+    return Exchange(relay, request, cast(Downstream, None), Report(), order=1)
+
+
+def chosen(exchange: Exchange) -> str | None:
+    replica = exchange._select()
+    return None if replica is None else replica.key.worker
+
+
+def replica_of(watch: FakeSession) -> Replica:
+    (replica,) = watch.registry.entries[watch.address].replicas.values()
+    return replica
+
+
+async def test_what_broke_is_the_last_choice(exchange: Exchange, watches: tuple[FakeSession, FakeSession]) -> None:
+    one, two = watches
+    exchange._broke(replica_of(one), "reset")
+    one.say(later=LATER)  # it has outlived the break, and still:
+    assert [chosen(exchange) for _ in range(3)] == ["pod-b"] * 3
+    exchange._rest(replica_of(two))
+    assert chosen(exchange) == "pod-a"
+
+
+async def test_no_later_line_no_second_try(exchange: Exchange, watches: tuple[FakeSession, FakeSession]) -> None:
+    one, two = watches
+    two.end()
+    exchange._broke(replica_of(one), "reset")
+    one.say(later=SUSPICION_SECONDS / 2)
+    assert chosen(exchange) is None
+    one.say(later=LATER)
+    assert chosen(exchange) == "pod-a"
+    exchange._broke(replica_of(one), "reset")  # each break counts from its own time
+    replica_of(one).line_at -= LATER
+    assert chosen(exchange) is None
+
+
+async def test_it_rests_like_any_other(exchange: Exchange, watches: tuple[FakeSession, FakeSession]) -> None:
+    one, two = watches
+    two.end()
+    exchange._broke(replica_of(one), "reset")
+    one.say(later=LATER)
+    exchange._rest(replica_of(one))
+    assert chosen(exchange) is None
+
+
+async def test_attempts_stay_limited(exchange: Exchange, watches: tuple[FakeSession, FakeSession]) -> None:
+    exchange._report.attempts = 3
+    with pytest.raises(GatewayError) as caught:
+        exchange._broke(replica_of(watches[0]), "reset")
+    assert caught.value.code == "worker_lost"
