@@ -88,6 +88,9 @@ class Exchange:
         self._lines = b""
         self._broken: dict[ReplicaKey, float] = {}
         """Replicas that broke under this request, and when they did so last."""
+        self._stale: set[ReplicaKey] = set()
+        """Replicas that closed an idle connection under this request: it gets new ones there from now on, and on those
+        an end is a break. Otherwise a request that kills its worker at once would cost nothing per idle connection."""
         self._resting: dict[ReplicaKey, float] = {}
         """Replicas that took nothing just now, and until when they are left alone."""
         self._rest_seconds = RESELECT_PAUSE_SECONDS
@@ -128,7 +131,8 @@ class Exchange:
             if replica is None:
                 await self._wait_for_worker()
                 continue
-            connection = replica.pool.take() or await self._connect(replica)
+            idle = None if replica.key in self._stale else replica.pool.take()
+            connection = idle or await self._connect(replica)
             if connection is None:
                 self._rest(replica)
                 continue
@@ -138,6 +142,8 @@ class Exchange:
                 return
             if verdict in (Verdict.RESELECT, Verdict.UNSENT):
                 self._rest(replica)
+            elif verdict is Verdict.STALE:
+                self._stale.add(replica.key)
             elif verdict is Verdict.BROKEN:
                 self._broke(replica, reason)
 

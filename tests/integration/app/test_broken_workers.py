@@ -176,6 +176,37 @@ async def test_attempts_are_limited(workers: Any) -> None:
 
 
 @pytest.mark.parametrize("reset", [False, True])
+async def test_one_idle_connection_may_be_stale_and_no_more(workers: Any, reset: bool) -> None:
+    """A worker that dies at once under each request looks like one that was closing its idle connections."""
+    (worker,) = await workers("pod-0")
+    together = asyncio.Barrier(4)
+
+    async def answers_together(call: Call) -> None:
+        await together.wait()
+        await answers()(call)
+
+    worker.will(*[answers_together] * 4)
+    async with run_gateway(worker, attempt_limit=1) as running:
+        await asyncio.gather(*(running.chat() for _ in range(4)))
+        assert len({id(call.writer) for call in worker.calls}) == 4  # so many are idle now
+        worker.default = cuts(reset=reset)
+        answer = await running.chat()
+        assert (answer.status_code, answer.json()["error"]["code"]) == (502, "worker_lost")
+        assert len(worker.calls) == 4 + 2
+        assert WorkerState.SUSPECT in [item.state for item in running.entry(worker).history]
+
+
+async def test_a_stale_connection_costs_no_attempt(workers: Any) -> None:
+    (worker,) = await workers("pod-0")
+    async with run_gateway(worker, attempt_limit=1) as running:
+        await running.chat()
+        worker.will(cuts(reset=True))
+        assert (await running.chat()).status_code == 200
+        assert len(worker.calls) == 3
+        assert [item.state for item in running.entry(worker).history] == [WorkerState.UP]
+
+
+@pytest.mark.parametrize("reset", [False, True])
 @pytest.mark.parametrize("half", [b"", event("half")[:20]])
 async def test_a_cut_in_the_middle_ends_with_an_error_event(workers: Any, reset: bool, half: bytes) -> None:
     one, two = await workers("pod-0", "pod-1")
