@@ -32,6 +32,7 @@ DOWN_GRACE_SECONDS = 0.1
 """When a replica is gone, streams still have this long to deliver what is in their socket buffers."""
 
 MAX_HEAD_BYTES = 64 * 1024
+"""Of an answer's head, its interim responses included."""
 
 
 class Break(StrEnum):
@@ -76,6 +77,7 @@ class UpstreamConnection(asyncio.Protocol):
         "_done",
         "_fresh_head",
         "_head_bytes",
+        "_head_complete",
         "_headers",
         "_interim",
         "_on_break",
@@ -143,7 +145,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._headers: list[Header] = []
         self._chunks: list[bytes] = []
         self._head_bytes = 0
-        self._done = self._fresh_head = self._interim = self._spoke = False
+        self._done = self._fresh_head = self._head_complete = self._interim = self._spoke = False
         self._sent_at = time.monotonic()
         self._transport.write(data)
 
@@ -188,17 +190,20 @@ class UpstreamConnection(asyncio.Protocol):
         if self._parser is None:
             self._break(Break.JUNK)  # bytes after the end of the answer
             return
+        if not self._head_complete:
+            if self._fresh_head:  # this read may hold much more than the head's end
+                self._head_bytes = sum(len(name) + len(value) for name, value in self._headers)
+            else:
+                self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self._break(Break.JUNK)
+                return
         if self._fresh_head:
             self._fresh_head = False
-            self._head_bytes = 0
+            self._head_complete = True
             sink.head(parser.get_status_code(), self._headers)
             if self._sink is not sink:
                 return
-        elif not self._headers:
-            self._head_bytes += len(data)
-        if self._head_bytes > MAX_HEAD_BYTES:
-            self._break(Break.JUNK)
-            return
         chunks, done = self._chunks, self._done
         if not chunks and not done:
             return
@@ -246,7 +251,8 @@ class UpstreamConnection(asyncio.Protocol):
     # httptools callbacks: they only collect, so that nothing can raise inside the parser
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._headers.append((name.lower(), value))
+        if not (self._fresh_head or self._head_complete):  # else it is a trailer
+            self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         self._interim = self._parser is not None and self._parser.get_status_code() < 200

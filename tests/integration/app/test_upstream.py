@@ -12,10 +12,11 @@ from contextlib import contextmanager
 import pytest
 import uvloop
 
-from app.address import Address
+from app.address import Address, parse_address
 from app.openai.errors import Header
 from app.upstream import Break, UpstreamError, UpstreamPool
 from tests.integration.app.conftest import until
+from tests.integration.app.fake_worker import Call, FakeWorker
 
 REQUEST = b"POST / HTTP/1.1\r\nhost: w\r\ncontent-length: 2\r\n\r\n{}"
 
@@ -30,11 +31,12 @@ class Sink:
 
     def __init__(self) -> None:
         self.status = 0
+        self.headers: list[Header] = []
         self.body = b""
         self.ended: asyncio.Future[Break | None] = asyncio.get_running_loop().create_future()
 
     def head(self, status: int, headers: list[Header]) -> None:
-        self.status = status
+        self.status, self.headers = status, headers
 
     def read(self, data: bytes, done: bool) -> None:
         self.body += data
@@ -123,3 +125,77 @@ def test_however_late_a_connection_is_reset_somebody_is_told(loop_factory: LoopF
     with slamming_door() as address, asyncio.Runner(loop_factory=loop_factory) as runner:
         runner.run(main(address))
     assert seen <= {Break.REFUSED, Break.UNSENT, Break.EOF, Break.RESET}
+
+
+async def answer(*pieces: bytes) -> Sink:
+    """What a sink hears of an answer that comes in these pieces, each in reads of its own."""
+
+    async def behave(call: Call) -> None:
+        for piece in pieces:
+            await call.send(piece)
+            await asyncio.sleep(0.005)
+        await call.closed.wait()
+
+    async with FakeWorker() as worker:
+        worker.will(behave)
+        pool = UpstreamPool(parse_address(worker.address), connect_timeout=2, on_break=lambda: None)
+        sink = Sink()
+        (await pool.open()).send(REQUEST, sink)
+        try:
+            async with asyncio.timeout(5):
+                await sink.ended
+        finally:
+            pool.close()
+            await asyncio.wait_for(worker.calls[0].closed.wait(), 5)
+    return sink
+
+
+START = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n"
+FILLER = [b"x-%d: %b\r\n" % (number, b"y" * 8000) for number in range(12)]
+INTERIM = b"HTTP/1.1 103 Early Hints\r\nlink: " + b"z" * 8000 + b"\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [START, *FILLER, b"\r\n{}"],
+        [b"".join([START, *FILLER, b"\r\n{}"])],
+        [START + b"x: ", *[b"y" * 8000] * 12, b"\r\n\r\n{}"],
+        [*[INTERIM] * 12, START + b"\r\n{}"],
+        [b"HTTP/1.1 200 " + b"O" * 8000, *[b"K" * 8000] * 12, b"\r\ncontent-length: 2\r\n\r\n{}"],
+    ],
+    ids=["header by header", "in one read", "one long header", "interim answers", "reason"],
+)
+async def test_a_head_that_is_too_long(pieces: list[bytes]) -> None:
+    sink = await answer(*pieces)
+    assert (sink.ended.result(), sink.status) == (Break.JUNK, 0)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "body"),
+    [
+        ([START, *FILLER[:7], b"\r\n{}"], b"{}"),
+        ([START + FILLER[0], b"".join(FILLER[1:7]) + b"\r\n{}"], b"{}"),
+        ([INTERIM, INTERIM, START + b"\r\n{}"], b"{}"),
+        ([b"HTTP/1.1 200 OK\r\ncontent-length: 900000\r\n\r\n" + b"b" * 900_000], b"b" * 900_000),
+        ([b"HTTP/1.1 200 OK\r\ncontent-length: 900000\r\n", b"\r\n" + b"b" * 900_000], b"b" * 900_000),
+    ],
+    ids=[
+        "header by header",
+        "two reads",
+        "interim answers",
+        "a body in the same read",
+        "a body in the read of its end",
+    ],
+)
+async def test_a_long_head_or_a_long_body_is_fine(pieces: list[bytes], body: bytes) -> None:
+    sink = await answer(*pieces)
+    assert (sink.ended.result(), sink.status) == (None, 200)
+    assert sink.body == body
+
+
+async def test_trailers_are_no_headers() -> None:
+    head = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\nx-kept: 1\r\n\r\n"
+    sink = await answer(head + b"2\r\n{}\r\n0\r\nx-trailer: 1\r\n\r\n")
+    assert sink.body == b"{}"
+    assert [name for name, _ in sink.headers] == [b"transfer-encoding", b"x-kept"]
