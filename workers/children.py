@@ -96,11 +96,15 @@ class LogSink:
 
     def put(self, line: bytes) -> None:
         """Have a line written, its end added."""
+        self.offer(line + b"\n")
+
+    def offer(self, data: bytes) -> None:
+        """Have something written as it is, whole or not at all."""
         try:
             if self._dropped:
                 self._lines.put_nowait(b"(%d lines were dropped: nobody read them)\n" % self._dropped)
                 self._dropped = 0
-            self._lines.put_nowait(line + b"\n")
+            self._lines.put_nowait(data)
         except queue.Full:
             self._dropped += 1
 

@@ -7,6 +7,7 @@ is in a hurry and parses its options itself; all else is Typer's.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 
@@ -34,7 +35,8 @@ def main() -> int:
 
         return run(arguments)
     except CliError as error:
-        print(f"hotspare {command}: {error}", file=sys.stderr)
+        with contextlib.suppress(OSError):  # nobody reads it: the exit code says enough
+            print(f"hotspare {command}: {error}", file=sys.stderr)
         return error.code
 
 

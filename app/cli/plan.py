@@ -20,6 +20,7 @@ GMS_METRICS_OFFSET: Final = 9
 MAX_PORT: Final = 65535
 DEFAULT_DRAIN_SECONDS: Final = 5.0
 DEFAULT_GRACE_SECONDS: Final = 15.0
+DEFAULT_STARTUP_SECONDS: Final = 600.0
 """Those of GatewaySettings and PodSettings."""
 STOP_MARGIN_SECONDS: Final = 10.0
 ENGINE_IDS: Final = "abcdefgh"
@@ -140,18 +141,23 @@ def child_environment(
 
 
 @dataclass(frozen=True, kw_only=True)
-class StopLimits:
-    """Seconds after which a process that was asked to stop is killed: its own limit, and a margin."""
+class Limits:
+    """Seconds that ``up`` waits for something."""
 
     gateway: float
+    """For a gateway that was asked to stop, before it is killed: its own limit, and a margin."""
     pod: float
+    """The same for a pod."""
+    start: float
+    """For the next step of a start, before it is given up."""
 
 
-def stop_limits(environment: Mapping[str, str]) -> StopLimits:
+def limits_from(environment: Mapping[str, str]) -> Limits:
     """From the same variables that gateway and pod read; a bad value is theirs to refuse."""
     drain = _seconds(environment, "HOTSPARE_DRAIN_TIMEOUT_SECONDS", DEFAULT_DRAIN_SECONDS)
     grace = _seconds(environment, "HOTSPARE_GRACE_PERIOD_SECONDS", DEFAULT_GRACE_SECONDS)
-    return StopLimits(gateway=drain + STOP_MARGIN_SECONDS, pod=grace + STOP_MARGIN_SECONDS)
+    start = _seconds(environment, "HOTSPARE_STARTUP_TIMEOUT_SECONDS", DEFAULT_STARTUP_SECONDS)
+    return Limits(gateway=drain + STOP_MARGIN_SECONDS, pod=grace + STOP_MARGIN_SECONDS, start=start)
 
 
 def _seconds(environment: Mapping[str, str], name: str, default: float) -> float:

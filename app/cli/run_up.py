@@ -10,12 +10,12 @@ import os
 import signal
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 
 from app.cli.claim import RunDirClaim
 from app.cli.environment import refuse_unknown
 from app.cli.errors import CliError
-from app.cli.plan import PER_PROCESS, UpOptions, stop_limits
+from app.cli.plan import PER_PROCESS, UpOptions, limits_from
 from app.cli.ports import assign_ports
 from app.cli.starter import Starter
 from workers.exit_codes import ExitCode
@@ -68,8 +68,9 @@ async def _watch(options: UpOptions, starter: Starter, environment: Mapping[str,
     from app.cli.screen import open_screen
     from app.cli.up import Up
 
-    up = Up(options, starter, screen=open_screen(), limits=stop_limits(environment), began=process_began())
-    return await up.run(early)
+    with closing(open_screen()) as screen:
+        up = Up(options, starter, screen=screen, limits=limits_from(environment), began=process_began())
+        return await up.run(early)
 
 
 def process_began() -> float:

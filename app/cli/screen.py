@@ -1,9 +1,17 @@
-"""Where ``hotspare up`` speaks: a live display on a terminal, plain lines anywhere else."""
+"""Where ``hotspare up`` speaks: a live display on a terminal, plain lines anywhere else.
+
+Nobody need listen. A pipe that is full, or closed, and a terminal that was stopped, must not keep ``up`` from draining:
+everything is written by a thread, and dropped when it has nowhere to go.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import sys
-from typing import TYPE_CHECKING, Final, Protocol, TextIO
+from typing import TYPE_CHECKING, Final, Protocol, TextIO, cast
+
+from workers.children import LogSink
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -26,17 +34,47 @@ class Screen(Protocol):
     def finish(self) -> None:
         """The steps are over; lines may follow. Twice is fine."""
 
+    def close(self) -> None:
+        """Nothing follows. Waits a moment for who still reads."""
+
+
+class Outlet(io.TextIOBase):
+    """A text stream that never makes its writer wait."""
+
+    def __init__(self, stream: TextIO) -> None:
+        """``stream`` stays the caller's; what it has buffered is written first."""
+        with contextlib.suppress(OSError):
+            stream.flush()
+        self._sink = LogSink(stream.fileno())
+        self._encoding = stream.encoding
+
+    def write(self, text: str) -> int:
+        self._sink.offer(text.encode(self._encoding, "replace"))
+        return len(text)
+
+    def close(self) -> None:
+        if not self.closed:
+            self._sink.close()
+        super().close()
+
 
 def open_screen(stream: TextIO | None = None) -> Screen:
-    """The screen that fits ``stream`` (stdout)."""
+    """The screen that fits ``stream`` (stdout, if this process has one)."""
     stream = stream if stream is not None else sys.stdout
-    return LiveScreen() if stream.isatty() else PlainScreen(stream)
+    if stream is None:  # `hotspare up >&-`
+        return PlainScreen(_Nowhere())
+    return LiveScreen(Outlet(stream)) if stream.isatty() else PlainScreen(Outlet(stream))
+
+
+class _Nowhere(io.TextIOBase):
+    def write(self, text: str) -> int:
+        return len(text)
 
 
 class PlainScreen:
     """One line for each step that is done."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: io.TextIOBase) -> None:
         self._stream = stream
         self._told: set[str] = set()
 
@@ -47,20 +85,24 @@ class PlainScreen:
                 self.say(f"{step.name}: done in {step.ended - step.began:.2f} s")
 
     def say(self, text: str, *, style: str = "") -> None:
-        print(text, file=self._stream, flush=True)
+        self._stream.write(f"{text}\n")
 
     def finish(self) -> None:
         pass
+
+    def close(self) -> None:
+        self._stream.close()
 
 
 class LiveScreen:
     """Steps with running clocks, drawn when told to: no thread of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, outlet: Outlet) -> None:
         from rich.console import Console
         from rich.live import Live
 
-        self._console = Console(highlight=False)
+        self._outlet = outlet
+        self._console = Console(file=cast(TextIO, outlet), force_terminal=True, highlight=False)
         self._live = Live(console=self._console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
         self._live.start()
 
@@ -75,6 +117,10 @@ class LiveScreen:
     def finish(self) -> None:
         if self._live.is_started:
             self._live.stop()
+
+    def close(self) -> None:
+        self.finish()
+        self._outlet.close()
 
 
 def _table(steps: tuple[Step, ...], now: float) -> Table:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -77,6 +78,16 @@ class Board:
             if not done:
                 return
             self.end(name, now=now)
+
+    @property
+    def pending(self) -> tuple[Step, ...]:
+        """Begun, and not ended."""
+        return tuple(step for step in self._steps.values() if step.ended is None)
+
+    @property
+    def changed(self) -> float:
+        """When a step last began or ended; minus infinity before there is one."""
+        return max((max(step.began, step.ended or step.began) for step in self._steps.values()), default=-math.inf)
 
     @property
     def steps(self) -> tuple[Step, ...]:

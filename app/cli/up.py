@@ -15,10 +15,11 @@ from contextlib import contextmanager
 from typing import Final, NamedTuple
 
 from app.cli.children import Child
+from app.cli.claim import LOGS
 from app.cli.errors import CliError
 from app.cli.news import PodNews
 from app.cli.observe import ask_gateway, ask_pod
-from app.cli.plan import StopLimits, UpOptions, base_url, example_request
+from app.cli.plan import Limits, UpOptions, base_url, example_request
 from app.cli.reports import EngineAnswer, GatewayReport
 from app.cli.run_dir import GatewayFile, read_pod
 from app.cli.screen import Screen
@@ -32,6 +33,8 @@ from workers.state import EngineState
 STARTING_LOOK_SECONDS: Final = 0.1
 STEADY_LOOK_SECONDS: Final = 0.25
 ROUTES_LOOK_SECONDS: Final = 0.03
+ROUTING_SECONDS: Final = 60.0
+"""When every pod has an active engine, the gateway finds it within a second; ``Limits.start`` is for the rest."""
 CONVERSION_STOP_SECONDS: Final = 5.0
 MODEL_STEP: Final = "model: conversion of the embedded SmolLM2"
 GATEWAY_STEP: Final = "gateway"
@@ -39,18 +42,17 @@ ROUTES_STEP: Final = "gateway routes to every pod"
 
 
 class Ending(NamedTuple):
-    """Why ``up`` ends: a signal (``child`` is None), or a child that ended by itself with ``code``."""
+    """Why ``up`` ends: a child that ended by itself with ``code``, an error, or else a signal."""
 
-    child: Child | None
+    child: Child | None = None
     code: int = 0
+    error: CliError | None = None
 
 
 class Up:
     """Watches what a ``Starter`` started. Build it in a running event loop."""
 
-    def __init__(
-        self, options: UpOptions, starter: Starter, *, screen: Screen, limits: StopLimits, began: float
-    ) -> None:
+    def __init__(self, options: UpOptions, starter: Starter, *, screen: Screen, limits: Limits, began: float) -> None:
         """``began`` is when the command was given, in seconds of the monotonic clock."""
         self._options = options
         self._starter = starter
@@ -67,14 +69,15 @@ class Up:
         """Until a signal asks to end; returns the exit code. ``early_signals`` came before there was a loop.
 
         Raises:
-            CliError: the gateway, or every pod, ended by itself. Everything else has been stopped, too.
+            CliError: the gateway, or every pod, ended by itself, or the start cannot go on. Everything else has been
+                stopped, too.
         """
         with self._signals():
             for _ in early_signals:
                 self._signalled()
             async with asyncio.TaskGroup() as group:
                 logs = group.create_task(self._read_logs())
-                watching = group.create_task(self._watch())
+                watching = group.create_task(self._watch_while_it_goes())
                 try:
                     ending = await self._end
                 finally:
@@ -84,11 +87,21 @@ class Up:
                 code = await self._stop(ending)
                 logs.cancel()
         self._voice.read_logs(self._starter.children)
+        if ending.error is not None:
+            raise ending.error
         if ending.child is not None:
             raise CliError(self._why(ending.child, ending.code), code=code)
         return code
 
     # --- watching
+
+    async def _watch_while_it_goes(self) -> None:
+        """An error with a sentence ends ``up`` in order, as a signal does."""
+        try:
+            await self._watch()
+        except* CliError as group:
+            if not self._end.done():
+                self._end.set_result(Ending(error=_first(group)))
 
     async def _watch(self) -> None:
         async with asyncio.TaskGroup() as group:
@@ -111,7 +124,11 @@ class Up:
             self._announce(report)
 
     async def _until_routed(self) -> GatewayReport:
-        """Wait until the gateway routes to every pod."""
+        """Wait until the gateway routes to every pod.
+
+        Raises:
+            CliError: nothing happens any more.
+        """
         wanted = {pod.plan.address for pod in self._starter.pods}
         file = GatewayFile(pid=0, host=self._options.host, port=self._starter.port)
         while True:
@@ -125,7 +142,22 @@ class Up:
                     self._screen.show(self._board, now=now)
                     return report
             self._screen.show(self._board, now=now)
+            self._lose_patience(now)
             await asyncio.sleep(ROUTES_LOOK_SECONDS)
+
+    def _lose_patience(self, now: float) -> None:
+        """After too long a time without a new step. What starts over and over again makes none."""
+        pending = self._board.pending
+        routing = all(step.name in (GATEWAY_STEP, ROUTES_STEP) for step in pending)
+        quiet = now - self._board.changed
+        if quiet <= (min(self._limits.start, ROUTING_SECONDS) if routing else self._limits.start):
+            return
+        steps = ", ".join(f"{step.name} ({step.note})" if step.note else step.name for step in pending)
+        raise CliError(
+            f"nothing has happened for {quiet:.0f} s, and this is not done: {steps}; "
+            f"the logs in {self._options.run_dir / LOGS} may say why",
+            code=ExitCode.ENGINE_DEAD,
+        )
 
     def _announce(self, report: GatewayReport) -> None:
         self._screen.finish()
@@ -133,13 +165,20 @@ class Up:
         models = [model for worker in report.workers for model in worker.models]
         self._screen.say(f"ready after {time.monotonic() - self._began:.2f} s: {url}/v1", style="bold green")
         self._screen.say(f"  {example_request(url, models[0] if models else 'default')}")
-        self._screen.say(f"Ctrl-C drains and stops; logs are in {self._options.run_dir / 'logs'}")
+        self._screen.say(f"Ctrl-C drains and stops; logs are in {self._options.run_dir / LOGS}")
 
     async def _look_at(self, pod: StartedPod) -> None:
         """One pod, until cancelled: its steps while it starts, then whatever changes."""
-        news = PodNews(pod.plan.name)
+        news, complaint = PodNews(pod.plan.name), ""
         while True:
-            file = read_pod(self._options.run_dir / pod.plan.name)
+            try:
+                file = read_pod(self._options.run_dir / pod.plan.name)
+            except CliError as error:
+                if not self._ready:
+                    raise
+                if str(error) != complaint:  # no reason to end what serves
+                    self._voice.say(complaint := str(error), style="red")
+                file = None
             if file is not None and file.pid == pod.child.pid:
                 answers = await ask_pod(file)
                 now = time.monotonic()
@@ -189,7 +228,7 @@ class Up:
 
     async def _stop(self, ending: Ending) -> int:
         began = time.monotonic()
-        if ending.child is None:
+        if ending.child is None and ending.error is None:
             self._voice.say("stopping: the gateway drains, then the pods; another signal ends everything at once")
         orderly = asyncio.ensure_future(self._stop_in_order())
         forced = asyncio.ensure_future(self._forced.wait())
@@ -202,6 +241,8 @@ class Up:
         if not clean:
             self._starter.kill_all()
         seconds = time.monotonic() - began
+        if ending.error is not None:
+            return ending.error.code
         if ending.child is not None:
             return ending.code if ending.code > 0 else ExitCode.ENGINE_DEAD
         if not clean:
@@ -254,4 +295,9 @@ class Up:
         if self._end.done():
             self._forced.set()
         else:
-            self._end.set_result(Ending(None))
+            self._end.set_result(Ending())
+
+
+def _first(group: BaseExceptionGroup[CliError]) -> CliError:
+    error = group.exceptions[0]
+    return _first(error) if isinstance(error, BaseExceptionGroup) else error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.process.pod.pods import NAMES, ROOT, STANDIN, SUPERVISE, StartPod
+from tests.support.pipes import full_pipe
 from tests.support.processes import MS, gone, until
 
 pytestmark = pytest.mark.process
@@ -268,14 +268,3 @@ def engine_record(run_dir: Path) -> dict[str, int] | None:
         return dict(json.loads((run_dir / "pod-0" / "pod.json").read_bytes())["engines"]["a"])
     except FileNotFoundError:
         return None
-
-
-def full_pipe() -> tuple[int, int]:
-    """Both ends of a pipe that takes no more; a write to it waits."""
-    reading_end, writing_end = os.pipe2(os.O_CLOEXEC)
-    os.set_blocking(writing_end, False)
-    with contextlib.suppress(BlockingIOError):
-        while True:
-            os.write(writing_end, b"x" * 4096)
-    os.set_blocking(writing_end, True)
-    return reading_end, writing_end

@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 
 from app.cli.plan import (
+    DEFAULT_DRAIN_SECONDS,
+    DEFAULT_GRACE_SECONDS,
+    DEFAULT_STARTUP_SECONDS,
     UpOptions,
     base_url,
     child_environment,
@@ -17,10 +20,12 @@ from app.cli.plan import (
     free_pod,
     gateway_arguments,
     last_port,
+    limits_from,
     pod_arguments,
     ports_needed,
-    stop_limits,
 )
+from app.settings import GatewaySettings
+from workers.settings import PodSettings
 
 
 def test_ports_are_those_of_the_contracts() -> None:
@@ -67,10 +72,17 @@ def test_children_inherit_everything_but_what_tells_them_apart() -> None:
 
 
 def test_limits_follow_the_processes_own() -> None:
-    assert (stop_limits({}).gateway, stop_limits({}).pod) == (15.0, 25.0)
-    given = stop_limits({"HOTSPARE_DRAIN_TIMEOUT_SECONDS": "60", "HOTSPARE_GRACE_PERIOD_SECONDS": "90"})
+    assert (limits_from({}).gateway, limits_from({}).pod) == (15.0, 25.0)
+    given = limits_from({"HOTSPARE_DRAIN_TIMEOUT_SECONDS": "60", "HOTSPARE_GRACE_PERIOD_SECONDS": "90"})
     assert (given.gateway, given.pod) == (70.0, 100.0)
-    assert stop_limits({"HOTSPARE_GRACE_PERIOD_SECONDS": "soon"}).pod == 25.0
+    assert limits_from({"HOTSPARE_GRACE_PERIOD_SECONDS": "soon"}).pod == 25.0
+
+
+def test_without_variables_the_limits_are_those_of_the_settings() -> None:
+    fields, gateway = PodSettings.model_fields, GatewaySettings.model_fields
+    assert fields["grace_period_seconds"].default == DEFAULT_GRACE_SECONDS
+    assert fields["startup_timeout_seconds"].default == DEFAULT_STARTUP_SECONDS == limits_from({}).start
+    assert gateway["drain_timeout_seconds"].default == DEFAULT_DRAIN_SECONDS
 
 
 @pytest.mark.parametrize(
