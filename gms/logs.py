@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import time
 from typing import Literal
 
 
 class JsonFormatter(logging.Formatter):
+    """The form of all processes: time (UTC, RFC 3339), level, logger, message, pid; then what a line has besides."""
+
     def format(self, record: logging.LogRecord) -> str:
         line = {
-            "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S") + f".{int(record.msecs):03d}",
+            "time": f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(record.created))}.{int(record.msecs):03d}Z",
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
+            "pid": record.process,
         }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)

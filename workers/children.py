@@ -22,6 +22,8 @@ from typing import Any, Final, Literal
 
 import msgspec
 
+from workers.logs import utc
+
 MAX_LINE_BYTES: Final = 16 * 1024
 """A longer line of a child's output is cut into pieces of this size."""
 READ_BYTES: Final = 64 * 1024
@@ -56,15 +58,20 @@ class LineSplitter:
         return [line[at : at + self._max] for at in range(0, len(line), self._max)] or [b""]
 
 
-def label_line(label: str, line: bytes, *, form: Literal["console", "json"]) -> bytes:
-    """Say whose line it is: in front of it, or as a field of the JSON object that every line is then made to be."""
+def label_line(label: str, line: bytes, *, form: Literal["console", "json"], pid: int, now: float) -> bytes:
+    """Say whose line it is: in front of it, or as a field of the JSON object that every line is then made to be.
+
+    ``pid`` and ``now`` (wall clock, seconds) are for what a child writes past its logging: a traceback, a warning of a
+    C library. It gets the fields that every line of a log has.
+    """
     if form == "console":
         return label.encode() + b" " + line
-    name = msgspec.json.encode(label)
     if line.startswith(b"{") and line.endswith(b"}") and len(line) > len(b"{}"):
-        return b'{"process":' + name + b"," + line[1:]
-    message = msgspec.json.encode(line.decode("utf-8", "replace"))
-    return b'{"process":' + name + b',"message":' + message + b"}"
+        return b'{"process":' + msgspec.json.encode(label) + b"," + line[1:]
+    message = line.decode("utf-8", "replace")
+    return msgspec.json.encode(
+        {"process": label, "time": utc(now), "level": "info", "logger": "output", "message": message, "pid": pid}
+    )
 
 
 def logged_error(line: bytes) -> str | None:

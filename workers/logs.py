@@ -11,14 +11,22 @@ from typing import Literal
 _OWN_PACKAGES = frozenset({"app", "workers", "gms", "__main__"})
 
 
+def utc(seconds: float) -> str:
+    """A time of the wall clock in RFC 3339, in UTC, to the millisecond."""
+    whole = int(seconds)
+    return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(whole))}.{int((seconds - whole) * 1000):03d}Z"
+
+
 class _JsonFormatter(logging.Formatter):
+    """The form of all processes: time (UTC, RFC 3339), level, logger, message, pid; then what a line has besides."""
+
     def format(self, record: logging.LogRecord) -> str:
         fields = {
-            "time": f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(record.created))}.{int(record.msecs):03d}Z",
+            "time": utc(record.created),
             "level": record.levelname.lower(),
             "logger": record.name,
-            "pid": record.process,
             "message": record.getMessage(),
+            "pid": record.process,
         }
         if record.exc_info:
             fields["exception"] = self.formatException(record.exc_info)

@@ -205,7 +205,8 @@ class PodSupervisor:
 
         def say(line: bytes) -> None:
             if self._sink is not None:
-                self._sink.put(label_line(label, line, form=self._settings.log_format))
+                form = self._settings.log_format
+                self._sink.put(label_line(label, line, form=form, pid=child.pid, now=time.time()))
 
         def ended() -> None:
             self._events.put_nowait(_Ended(name, child.pid))

@@ -57,20 +57,26 @@ def test_memory_is_bounded_without_a_line_end() -> None:
 
 
 def test_labels_for_people() -> None:
-    assert label_line("pod-0/gms", b"hello", form="console") == b"pod-0/gms hello"
+    assert label_line("pod-0/gms", b"hello", form="console", pid=7, now=0) == b"pod-0/gms hello"
+
+
+def test_labels_in_json() -> None:
+    labelled = label_line("p", b'{"message":"x"}', form="json", pid=7, now=0)
+    assert msgspec.json.decode(labelled) == {"process": "p", "message": "x"}
 
 
 @pytest.mark.parametrize(
-    ("line", "document"),
-    [
-        (b'{"message":"x"}', {"process": "p", "message": "x"}),
-        (b"{}", {"process": "p", "message": "{}"}),
-        (b'plain "text"', {"process": "p", "message": 'plain "text"'}),
-        (b"\xff", {"process": "p", "message": "\ufffd"}),
-    ],
+    ("line", "message"), [(b"{}", "{}"), (b'plain "text"', 'plain "text"'), (b"\xff", "\ufffd"), (b"", "")]
 )
-def test_labels_in_json(line: bytes, document: dict[str, str]) -> None:
-    assert msgspec.json.decode(label_line("p", line, form="json")) == document
+def test_what_is_no_log_line_gets_the_fields_of_one(line: bytes, message: str) -> None:
+    assert msgspec.json.decode(label_line("p", line, form="json", pid=7, now=1.25)) == {
+        "process": "p",
+        "time": "1970-01-01T00:00:01.250Z",
+        "level": "info",
+        "logger": "output",
+        "message": message,
+        "pid": 7,
+    }
 
 
 @pytest.mark.parametrize(
