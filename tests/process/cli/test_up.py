@@ -103,7 +103,7 @@ def test_sigterm_while_it_starts(start_up: StartUp) -> None:
 
 
 def test_a_second_signal_ends_everything_at_once(start_up: StartUp) -> None:
-    machine = start_up(HOTSPARE_SIM_TTFT_SECONDS="60", HOTSPARE_DRAIN_TIMEOUT_SECONDS="14")
+    machine = start_up(HOTSPARE_SIM_TTFT_SECONDS="60", HOTSPARE_DRAIN_TIMEOUT_SECONDS="9")
     url = urlsplit(machine.until_complete())
     machine.descendants()
     body = json.dumps({"model": "sim", "messages": [{"role": "user", "content": "?"}]})
