@@ -23,7 +23,7 @@ from tests.support.processes import MS, until
 
 pytestmark = pytest.mark.process
 
-WAITS = [sys.executable, "-c", "import signal; signal.pause()"]
+WAITS = [sys.executable, "-c", "import signal; signal.alarm(60); signal.pause()"]
 PLAN = PodPlan(name="pod-0", serving=1, admin=(2, 3), gms_metrics=4)
 """Ports at which nobody listens."""
 

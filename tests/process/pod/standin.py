@@ -46,7 +46,7 @@ def main() -> None:
         sys.exit(options.exit)
     signal.signal(signal.SIGTERM, ignored if options.ignore_term else ended)
     if options.grandchild:
-        child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+        child = subprocess.Popen([sys.executable, "-c", "import signal; signal.alarm(60); signal.pause()"])
         print(f"grandchild {child.pid}", flush=True)
     server = listen(options.live_port) if options.live_port else None
     print(f"up {os.getpid()}", flush=True)
