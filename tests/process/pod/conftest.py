@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import os
+import re
+import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -7,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.process.pod.pods import Pod, StartPod
+from tests.support.processes import gone
 from workers.ports import PortReservation
 
 
@@ -26,7 +30,7 @@ def start_pod(tmp_path: Path, run_dir: Path, live_ports: tuple[int, int]) -> Ite
             standins = {"gms": gms or [], "engine-a": a or [], "engine-b": b or []}
             ports = ",".join(str(port) for port in live_ports)
             pod = Pod(run_dir, tmp_path, standins, {"HOTSPARE_ADMIN_PORTS": ports, **env})
-            stack.callback(pod.process.end)  # the stand-ins die with it
+            stack.callback(_end, pod)
             return pod
 
         yield start
@@ -37,3 +41,13 @@ def live_ports() -> Iterator[tuple[int, int]]:
     """The engines' admin ports: nobody else's, and closed until a stand-in listens."""
     with PortReservation() as one, PortReservation() as other:
         yield one.port, other.port
+
+
+def _end(pod: Pod) -> None:
+    """The stand-ins die with their supervisor; what they started must be gone by then."""
+    pod.process.end()
+    started = re.findall(r"grandchild (\d+)$", pod.process.output(), re.MULTILINE)
+    left = [pid for pid in map(int, started) if not gone(pid)]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left

@@ -30,7 +30,11 @@ def main() -> None:
     parser.add_argument("--exit-after", type=int, default=10**9, help="... but only up to this life, see --lives")
     parser.add_argument("--lives", help="a file that gets a byte for each life")
     parser.add_argument("--ignore-term", action="store_true")
-    parser.add_argument("--grandchild", action="store_true", help="start a process that outlives this one")
+    parser.add_argument(
+        "--grandchild",
+        action="store_true",
+        help="start a process that outlives this one, in the first life only: see --lives",
+    )
     parser.add_argument("--chatty", action="store_true", help="write without end")
     options = parser.parse_args()
 
@@ -45,7 +49,7 @@ def main() -> None:
     if options.exit is not None and life <= options.exit_after:
         sys.exit(options.exit)
     signal.signal(signal.SIGTERM, ignored if options.ignore_term else ended)
-    if options.grandchild:
+    if options.grandchild and life == 1:
         child = subprocess.Popen([sys.executable, "-c", "import signal; signal.alarm(60); signal.pause()"])
         print(f"grandchild {child.pid}", flush=True)
     server = listen(options.live_port) if options.live_port else None

@@ -95,8 +95,8 @@ def test_while_something_waits_to_be_started_pod_json_says_that_it_is_not_there(
     assert pod.process.wait() == 0
 
 
-def test_what_an_engine_started_dies_with_it(start_pod: StartPod) -> None:
-    pod = start_pod(a=["--grandchild"])
+def test_what_an_engine_started_dies_with_it(start_pod: StartPod, tmp_path: Path) -> None:
+    pod = start_pod(a=["--grandchild", "--lives", str(tmp_path / "lives")])
     engine = pod.until_up("engine-a")
     grandchild = int(pod.until_said(r"^pod-0/engine-a grandchild (\d+)$")[1])
     os.kill(engine, signal.SIGKILL)
@@ -104,10 +104,12 @@ def test_what_an_engine_started_dies_with_it(start_pod: StartPod) -> None:
     assert gone(grandchild)
 
 
-def test_an_engine_that_hangs_is_killed_with_what_it_started(start_pod: StartPod, live_ports: tuple[int, int]) -> None:
+def test_an_engine_that_hangs_is_killed_with_what_it_started(
+    start_pod: StartPod, live_ports: tuple[int, int], tmp_path: Path
+) -> None:
     a, b = live_ports
     pod = start_pod(
-        a=["--live-port", str(a), "--grandchild"],
+        a=["--live-port", str(a), "--grandchild", "--lives", str(tmp_path / "lives")],
         b=["--live-port", str(b)],
         HOTSPARE_LIVENESS_TIMEOUT_SECONDS=str(200 * MS),
     )

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     Tensor = npt.NDArray[np.float32]
 
-CONVERTER_VERSION = 1
+CONVERTER_VERSION = 2
 """Part of the folder's name: raise it when the same GGUF file should give other bytes."""
 
 MODEL_NAME = "smollm2-135m-instruct"
@@ -171,8 +171,11 @@ def model_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def generation_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """generation_config.json: the ids at which generation begins, ends and pads."""
-    return _token_ids(metadata)
+    """generation_config.json: where generation begins, ends and pads, and how it goes unless a request says otherwise.
+
+    Temperature 0: sampled, a model of this size wanders off and does not find its end.
+    """
+    return {**_token_ids(metadata), "do_sample": False, "temperature": 0.0}
 
 
 def tokenizer_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
