@@ -24,7 +24,7 @@ def test_json() -> None:
     assert document["message"] == "hello"
     assert document["model"] == "m"
     assert "error" not in document
-    assert document["time"].endswith("+00:00")
+    assert document["time"].endswith("Z")
 
 
 def test_exceptions_are_shown() -> None:

@@ -24,7 +24,8 @@ def test_cache_folder_comes_from_the_environment(environment: dict[str, str], ex
 
 
 def test_folder_name_tells_converter_version_and_dtype() -> None:
-    assert smollm2.default_model_dir({"HOTSPARE_MODEL_CACHE": "/m"}) == Path("/m/smollm2-135m-instruct-1-bfloat16")
+    name = f"smollm2-135m-instruct-{smollm2.CONVERTER_VERSION}-bfloat16"
+    assert smollm2.default_model_dir({"HOTSPARE_MODEL_CACHE": "/m"}) == Path("/m") / name
 
 
 def test_a_finished_folder_is_returned_without_torch(tmp_path: Path) -> None:
