@@ -15,9 +15,9 @@ from app.cli.errors import CliError
 from app.cli.observe import DEADLINE_SECONDS, ask_gateway, ask_pod, private_bytes
 from app.cli.reports import Absence, EngineAnswer, GatewayReport, WorkerReport
 from app.cli.run_dir import GatewayFile, is_running, read_gateway, read_pods
-from workers.engines.sim.threads import in_daemon_thread
 from workers.exit_codes import ExitCode
 from workers.pod_files import PodRecord
+from workers.threads import in_daemon_thread
 
 if TYPE_CHECKING:
     from gms.protocol import Status

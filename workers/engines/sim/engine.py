@@ -14,10 +14,10 @@ from workers.engines.sim.app import SimApp
 from workers.engines.sim.batch import SimRequest
 from workers.engines.sim.memory import SimKv, SimWeights
 from workers.engines.sim.scheduler import Scheduler
-from workers.engines.sim.threads import in_daemon_thread
 from workers.engines.sim.tokens import token_at
 from workers.memory import MemoryService
 from workers.settings import EngineSettings
+from workers.threads import in_daemon_thread
 
 logger = logging.getLogger(__name__)
 

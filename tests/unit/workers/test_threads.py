@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from workers.engines.sim.threads import in_daemon_thread
+from workers.threads import in_daemon_thread
 
 
 def fail() -> None:
