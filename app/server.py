@@ -14,15 +14,14 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Iterator
-from http import HTTPStatus
 
-from uvicorn import Config, Server
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn import Server
 
 from app.address import Address
+from app.client_protocol import HEAD_SECONDS, ClientConfig
 from app.factory import GatewayApp
 from app.lifecycle import Lifecycle, LifecycleEvent
-from app.openai.errors import drain_overran, malformed_request
+from app.openai.errors import drain_overran
 
 logger = logging.getLogger(__name__)
 
@@ -35,27 +34,20 @@ LAST_WORDS_SECONDS = 2.0
 """How long clients have to take the error events that end their streams when the drain's time is over."""
 
 
-class GatewayHttpProtocol(HttpToolsProtocol):
-    """uvicorn's protocol, whose own error has the envelope of all others."""
-
-    def send_400_response(self, msg: str) -> None:
-        error = malformed_request()
-        body = error.body
-        self.transport.write(
-            b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n"
-            b"x-request-id: none\r\n\r\n%b" % (error.status, HTTPStatus(error.status).phrase.encode(), len(body), body)
-        )
-        self.transport.close()
-
-
 class GatewayServer(Server):
     """Serves one :class:`GatewayApp` until it is drained. ``exit_code`` says how that went."""
 
-    def __init__(self, app: GatewayApp, *, on_forced_exit: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        app: GatewayApp,
+        *,
+        on_forced_exit: Callable[[], None] | None = None,
+        head_seconds: float = HEAD_SECONDS,
+    ) -> None:
         super().__init__(
-            Config(
+            ClientConfig(
                 app,
-                http=GatewayHttpProtocol,
+                head_seconds=head_seconds,
                 loop="uvloop",
                 ws="none",
                 lifespan="on",

@@ -112,6 +112,29 @@ def model_not_found(model: str) -> GatewayError:
     )
 
 
+def head_too_large(limit_bytes: int) -> GatewayError:
+    return GatewayError(
+        431,
+        "head_too_large",
+        f"The request line and headers are larger than the limit of {limit_bytes} bytes.",
+        type="invalid_request_error",
+        fault="client",
+        headers=((b"connection", b"close"),),
+    )
+
+
+def head_too_slow(limit_seconds: float) -> GatewayError:
+    return GatewayError(
+        408,
+        "request_timeout",
+        f"The request's head did not arrive within {limit_seconds:g} s.",
+        type="invalid_request_error",
+        fault="client",
+        retryable=True,
+        headers=((b"connection", b"close"),),
+    )
+
+
 def body_too_large(limit_bytes: int) -> GatewayError:
     return GatewayError(
         413,

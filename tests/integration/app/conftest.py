@@ -14,6 +14,7 @@ import uvloop
 
 from app.__main__ import bind
 from app.address import parse_address
+from app.client_protocol import HEAD_SECONDS
 from app.factory import Gateway, create_app
 from app.liveness import WorkerState
 from app.registry import WorkerEntry
@@ -80,11 +81,13 @@ async def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
 
 
 @asynccontextmanager
-async def run_gateway(*workers: FakeWorker, wait_until_ready: bool = True, **settings: Any) -> AsyncIterator[Running]:
+async def run_gateway(
+    *workers: FakeWorker, wait_until_ready: bool = True, head_seconds: float = HEAD_SECONDS, **settings: Any
+) -> AsyncIterator[Running]:
     """A gateway over these workers; ready, and with every running worker up, when this returns."""
     addresses = ",".join(worker.address for worker in workers)
     app = create_app(GatewaySettings(workers=addresses, **({"wait_for_worker_seconds": 5} | settings)))
-    server = GatewayServer(app)
+    server = GatewayServer(app, head_seconds=head_seconds)
     listener = bind("127.0.0.1", 0)
     port = listener.getsockname()[1]
     task = asyncio.create_task(server.serve(sockets=[listener]))

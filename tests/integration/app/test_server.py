@@ -334,6 +334,112 @@ async def test_a_slow_reader_is_given_up(workers: Any) -> None:
         writer.transport.abort()
 
 
+GET = b"GET /live HTTP/1.1\r\nhost: g\r\n"
+FILLER = [b"x-%d: %b\r\n" % (number, b"y" * 8000) for number in range(9)]
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [b"".join([GET, *FILLER, b"\r\n"])],
+        [GET, *FILLER],
+        [GET + b"x: ", *[b"y" * 8000] * 9],
+        [b"GET /", *[b"y" * 8000] * 9],
+        [GET + b"\r\n" + GET, *FILLER],
+    ],
+    ids=["in one read", "header by header", "one long header", "request line", "second request"],
+)
+async def test_a_head_that_is_too_long(workers: Any, pieces: list[bytes]) -> None:
+    (worker,) = await workers("pod-0")
+    async with run_gateway(worker) as running:
+        reader, writer = await running.raw(b"")
+        for piece in pieces:
+            writer.write(piece)
+            await asyncio.sleep(0.005)
+        status, headers, body = await read_response(reader)
+        if status == 200:
+            status, headers, body = await read_response(reader)
+        assert (status, json.loads(body)["error"]["code"]) == (431, "head_too_large")
+        assert (headers["connection"], headers["content-type"]) == ("close", "application/json")
+        assert await reader.read() == b""
+        writer.close()
+
+
+async def test_long_heads_and_pipelined_bodies_within_the_limit(workers: Any) -> None:
+    (worker,) = await workers("pod-0")
+    async with run_gateway(worker) as running:
+        body = json.dumps({"model": MODEL, "padding": "z" * 200_000}).encode()
+        post = b"POST /v1/completions HTTP/1.1\r\nhost: g\r\ncontent-length: %d\r\n" % len(body)
+        whole = b"".join([post, *FILLER[:7], b"\r\n", body])
+        reader, writer = await running.raw(whole + whole[:30_000])
+        assert (await read_response(reader))[0] == 200
+        writer.write(whole[30_000:] + whole)
+        for _ in range(2):
+            assert (await read_response(reader))[0] == 200
+        writer.close()
+
+
+async def test_a_head_that_is_too_long_behind_an_answer_that_runs(workers: Any) -> None:
+    """Nothing can be said in the middle of a stream: it ends well, and then the connection does."""
+    (worker,) = await workers("pod-0")
+    worker.will(streams_then_waits(event("a")))
+    async with run_gateway(worker) as running:
+        reader, writer = await running.raw_chat(stream=True)
+        await reader.readuntil(event("a"))
+        writer.write(b"".join([GET, *FILLER]))
+        await asyncio.sleep(0.05)
+        worker.calls[0].go.set()
+        assert await reader.read() == b"\r\n" + chunk(DONE) + b"0\r\n\r\n"
+        writer.close()
+
+
+@pytest.mark.parametrize("sent", [GET, GET + b"\r\n" + GET[:5]], ids=["first", "second"])
+async def test_a_head_that_does_not_end(workers: Any, sent: bytes) -> None:
+    (worker,) = await workers("pod-0")
+    async with run_gateway(worker, head_seconds=0.2) as running:
+        reader, writer = await running.raw(sent)
+        if b"\r\n\r\n" in sent:
+            assert (await read_response(reader))[0] == 200
+        while not reader.at_eof():  # a byte now and then does not help
+            writer.write(b"x")
+            await asyncio.sleep(0.02)
+            if reader._buffer:  # type: ignore[attr-defined]
+                break
+        status, headers, body = await read_response(reader)
+        assert (status, json.loads(body)["error"]["code"]) == (408, "request_timeout")
+        assert headers["connection"] == "close"
+        writer.close()
+
+
+@pytest.mark.parametrize("sent", [b"", b"\r\n", GET + b"\r\n\r\n"], ids=["nothing", "a line", "a line afterwards"])
+async def test_a_connection_that_asks_nothing(workers: Any, sent: bytes) -> None:
+    (worker,) = await workers("pod-0")
+    async with run_gateway(worker, head_seconds=0.2) as running:
+        reader, writer = await running.raw(sent)
+        if sent.startswith(b"GET"):
+            assert (await read_response(reader))[0] == 200
+            writer.write(b"\r\n")
+        async with asyncio.timeout(3):
+            assert await reader.read() == b""
+        writer.close()
+
+
+async def test_the_deadline_of_the_head_is_not_that_of_body_or_answer(workers: Any) -> None:
+    (worker,) = await workers("pod-0")
+    worker.will(streams_then_waits(event("a")))
+    async with run_gateway(worker, head_seconds=0.1) as running:
+        body = json.dumps({"model": MODEL, "stream": True}).encode()
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: g\r\ncontent-length: %d\r\n\r\n" % len(body)
+        reader, writer = await running.raw(head)
+        await asyncio.sleep(0.2)
+        writer.write(body)
+        await reader.readuntil(event("a"))
+        await asyncio.sleep(0.2)
+        worker.calls[0].go.set()
+        await reader.readuntil(DONE)
+        writer.close()
+
+
 async def test_two_requests_on_one_connection_at_once(workers: Any) -> None:
     """Pipelining: answered in order, each whole."""
     (worker,) = await workers("pod-0")

@@ -1,0 +1,146 @@
+"""A client's connection: uvicorn's protocol, and what it leaves open.
+
+* Its own errors have the envelope of all others.
+* A request's head is bounded, in size and in time; the body's bounds are the endpoint's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from http import HTTPStatus
+from typing import Any, cast
+
+from uvicorn import Config
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
+
+from app.openai.errors import GatewayError, head_too_large, head_too_slow, malformed_request
+
+MAX_HEAD_BYTES = 64 * 1024
+HEAD_SECONDS = 30.0
+"""How long a client may take to send a request's head, counted from its connection or from the head's first byte."""
+
+
+class ClientConfig(Config):
+    """uvicorn's configuration and ours. Durations in seconds."""
+
+    def __init__(self, app: Any, *, head_seconds: float, **options: Any) -> None:
+        super().__init__(app, http=ClientProtocol, **options)
+        self.head_seconds = head_seconds
+
+
+class ClientProtocol(HttpToolsProtocol):
+    """One connection of one client; its requests come one after the other."""
+
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self._head_seconds = config.head_seconds if isinstance(config, ClientConfig) else HEAD_SECONDS
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._head_open = False
+        """A head has begun and has not ended."""
+        self._head_bytes = 0
+        self._in_message = False
+        self._message_ended = False
+        """In the current read."""
+        self._error: GatewayError | None = None
+        """What is wrong with what the parser is reading, if we know better than the parser."""
+        self._refused = False
+        self._lost = False
+
+    # The size and the time of a head
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._arm()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._lost = True
+        self._disarm()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._refused:
+            return
+        self._message_ended = False
+        super().data_received(data)
+        self._after_read(len(data))
+
+    def _after_read(self, size: int) -> None:
+        if self._refused:
+            return
+        if self._head_open and not self._message_ended:  # the whole read was of this head
+            self._head_bytes += size
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self._refuse(head_too_large(MAX_HEAD_BYTES))
+                return
+        if self._head_timer is None and (self._head_open or self._idle):
+            self._arm()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_message = self._head_open = True
+        self._head_bytes = 0
+
+    def on_headers_complete(self) -> None:
+        self._head_open = False
+        self._disarm()
+        if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > MAX_HEAD_BYTES:
+            self._error = head_too_large(MAX_HEAD_BYTES)
+            raise self._error  # the parser stops, and send_400_response follows
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._in_message = False
+        self._message_ended = True
+        super().on_message_complete()
+
+    @property
+    def _answering(self) -> bool:
+        cycle = cast("RequestResponseCycle | None", self.cycle)  # there is none before the first request
+        return cycle is not None and not cycle.response_complete
+
+    @property
+    def _idle(self) -> bool:
+        return not self._in_message and not self._answering
+
+    def _arm(self) -> None:
+        self._head_timer = self.loop.call_later(self._head_seconds, self._head_is_due)
+
+    def _disarm(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _head_is_due(self) -> None:
+        self._head_timer = None
+        if self.flow.read_paused:  # we are not listening: that is not the client's fault
+            self._arm()
+        elif self._head_open:
+            self._refuse(head_too_slow(self._head_seconds))
+        elif self._idle:
+            self.transport.close()
+
+    # Errors
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(self._error or malformed_request())
+
+    def _refuse(self, error: GatewayError) -> None:
+        """Answer and close. Within the answer to an earlier request nothing can be said: close after that one."""
+        self._refused = True
+        self._disarm()
+        if self._answering:
+            self.cycle.keep_alive = False
+            return
+        body = error.body
+        self.transport.write(
+            b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n"
+            b"x-request-id: none\r\n\r\n%b" % (error.status, HTTPStatus(error.status).phrase.encode(), len(body), body)
+        )
+        self.transport.close()
