@@ -19,14 +19,21 @@ T = TypeVar("T")
 HIGH_WATER_BYTES = 256 * 1024
 LOW_WATER_BYTES = 64 * 1024
 
+WRITTEN = "hotspare.written"
+"""An extension of the server: ``scope["extensions"][WRITTEN]["wait"]`` is a :data:`Written`."""
+
+Written = Callable[[float], Awaitable[None]]
+"""Waits until the socket has taken all that was sent. A client that takes nothing for so many seconds is cut off."""
+
 
 class AsgiDownstream:
     """A ``Downstream`` that queues, and sends while the relay waits (:meth:`pump`)."""
 
-    def __init__(self, receive: Receive, send: Send, *, write_timeout: float) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, *, write_timeout: float) -> None:
         self._receive = receive
         self._send = send
         self._write_timeout = write_timeout
+        self._written: Written | None = scope.get("extensions", {}).get(WRITTEN, {}).get("wait")
         self._observer: DownstreamObserver | None = None
         self._queue: deque[Message] = deque()
         self._queued_bytes = 0
@@ -35,10 +42,6 @@ class AsgiDownstream:
         self._gone = False
         self._wake: asyncio.Future[None] | None = None
         self._watcher: asyncio.Task[None] | None = None
-
-    @property
-    def gone(self) -> bool:
-        return self._gone
 
     def watch_client(self) -> None:
         """Start to look for the client's leaving; after the body was read."""
@@ -86,9 +89,10 @@ class AsgiDownstream:
         return until.result()
 
     async def close(self) -> None:
-        """Send what is left."""
         try:
             await self._flush()
+            if self._written is not None:
+                await self._written(0.0 if self._gone else self._write_timeout)
         finally:
             if self._watcher is not None:
                 self._watcher.cancel()

@@ -2,6 +2,7 @@
 
 * Its own errors have the envelope of all others.
 * A request's head is bounded, in size and in time; the body's bounds are the endpoint's.
+* An endpoint can wait until its answer has left this process, not only its own queue: ``asgi.WRITTEN``.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from uvicorn import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
+from app.asgi import WRITTEN
 from app.openai.errors import GatewayError, head_too_large, head_too_slow, malformed_request
 
 MAX_HEAD_BYTES = 64 * 1024
@@ -86,6 +88,7 @@ class ClientProtocol(HttpToolsProtocol):
         super().on_message_begin()
         self._in_message = self._head_open = True
         self._head_bytes = 0
+        self.scope["extensions"] = {WRITTEN: {"wait": self.written}}
 
     def on_headers_complete(self) -> None:
         self._head_open = False
@@ -144,3 +147,27 @@ class ClientProtocol(HttpToolsProtocol):
             b"x-request-id: none\r\n\r\n%b" % (error.status, HTTPStatus(error.status).phrase.encode(), len(body), body)
         )
         self.transport.close()
+
+    # The answer's way out
+
+    async def written(self, patience: float) -> None:
+        """An ``asgi.Written``. Returns too when the connection is gone."""
+        await asyncio.sleep(0)  # what fits into the socket is there at the end of this turn of the loop
+        left = 0 if self._lost else self.transport.get_write_buffer_size()
+        if not left:
+            return
+        self.transport.set_write_buffer_limits(high=0)  # so that "may write again" means that all is written
+        try:
+            while left:
+                try:
+                    async with asyncio.timeout(patience):
+                        await self.flow.drain()
+                    return
+                except TimeoutError:
+                    before, left = left, self.transport.get_write_buffer_size()
+                    if left >= before:
+                        self.transport.abort()
+                        return
+        finally:
+            if not self._lost:
+                self.transport.set_write_buffer_limits()

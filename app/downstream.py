@@ -34,9 +34,6 @@ class DownstreamObserver(Protocol):
 class Downstream(Protocol):
     """Where an answer goes."""
 
-    @property
-    def gone(self) -> bool: ...
-
     def observe(self, observer: DownstreamObserver | None) -> None:
         """Who is told about the client. Told at once if the client has left already."""
         ...
@@ -55,6 +52,10 @@ class Downstream(Protocol):
 
     async def pump(self, until: asyncio.Future[T]) -> T:
         """Wait for ``until`` and return its result, sending meanwhile what is queued."""
+        ...
+
+    async def close(self) -> None:
+        """Send what is left and wait until it is out, or the client given up. Nothing follows."""
         ...
 
 

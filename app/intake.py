@@ -1,11 +1,12 @@
 """From a request as it arrived to the relay, and its accounts afterwards. Independent of the transport.
 
-Order: is the gateway taking requests, is there room, read the body, understand as much of it as routing needs, relay.
-The token of admission is released in ``finally``, whatever happened.
+Order: is the gateway taking requests, is there room, read the body, understand as much of it as routing needs, relay,
+and wait until the answer is out. Only then is the token of admission released, whatever happened: a drain waits for it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import secrets
@@ -116,7 +117,7 @@ class Intake:
         read_body: Callable[[], Awaitable[bytes]],
         downstream: Downstream,
     ) -> None:
-        """Answer one request of a relayed route.
+        """Answer one request of a relayed route, and close ``downstream``.
 
         ``read_body`` returns the whole body, or raises :class:`GatewayError` (too large, too slow) or
         :class:`ClientGone`.
@@ -125,44 +126,47 @@ class Intake:
         gateway_id = self._ids.new()
         request_id = client_request_id(headers) or gateway_id
         report = Report()
-        model = ""
-        try:
-            with self._admission.admit():
+        with contextlib.ExitStack() as held:
+            try:
+                held.enter_context(self._admission.admit())
                 check_headers(headers, self.max_body_bytes)
                 body = await read_body()
-                model, stream = read_routing(body)
+                report.model, stream = read_routing(body)
                 request = RelayRequest(
                     route=route,
                     target=target,
                     headers=headers,
                     body=body,
-                    model=model,
+                    model=report.model,
                     streaming=stream and route.streams,
                     request_id=request_id,
                     gateway_id=gateway_id,
                 )
                 await self._relay.run(request, downstream, report)
-        except ClientGone:
-            report.disconnected = True
-        except GatewayError as error:
-            report.status, report.error_code = error.status, error.code
-            send_error(downstream, error, request_id)
-        except Exception:
-            logger.exception("request failed", extra=fields(route=route.name, request_id=request_id.decode()))
-            report.error_code = "internal_error"
-            if report.status:
-                downstream.abort()
-            else:
-                report.status = 500
-                send_error(downstream, internal(), request_id)
-        finally:
-            self._account(route, model, request_id, report, started)
+            except ClientGone:
+                report.disconnected = True
+            except GatewayError as error:
+                report.status, report.error_code = error.status, error.code
+                send_error(downstream, error, request_id)
+            except Exception:
+                logger.exception("request failed", extra=fields(route=route.name, request_id=request_id.decode()))
+                report.error_code = "internal_error"
+                if report.status:
+                    downstream.abort()
+                else:
+                    report.status = 500
+                    send_error(downstream, internal(), request_id)
+            finally:
+                try:
+                    await downstream.close()
+                finally:
+                    self._account(route, request_id, report, started)
 
-    def _account(self, route: RelayRoute, model: str, request_id: bytes, report: Report, started: float) -> None:
+    def _account(self, route: RelayRoute, request_id: bytes, report: Report, started: float) -> None:
         seconds = time.monotonic() - started
         first = report.first_byte_at - started if report.first_byte_at else None
         status = report.status or CLIENT_CLOSED_REQUEST
-        known = model if self._relay.registry.knows(model) else ""
+        known = report.model if self._relay.registry.knows(report.model) else ""
         self._metrics.request(route=route.name, model=known, status=status, seconds=seconds, first_byte_seconds=first)
         if report.retries or report.disconnected or report.error_code:
             self._metrics.trouble(

@@ -28,6 +28,7 @@ class RelayRequest:
 class Report:
     """How a request went, for its access line and metrics."""
 
+    model: str = ""
     status: int = 0
     error_code: str = ""
     worker: str = ""

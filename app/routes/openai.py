@@ -27,7 +27,7 @@ class RelayEndpoint:
         self._write_timeout = write_timeout_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        downstream = AsgiDownstream(receive, send, write_timeout=self._write_timeout)
+        downstream = AsgiDownstream(scope, receive, send, write_timeout=self._write_timeout)
 
         async def body() -> bytes:
             whole = await self._read_body(receive)
@@ -36,16 +36,13 @@ class RelayEndpoint:
 
         query: bytes = scope["query_string"]
         target: bytes = scope["raw_path"]
-        try:
-            await self._intake.serve(
-                self.route,
-                target=target + b"?" + query if query else target,
-                headers=scope["headers"],
-                read_body=body,
-                downstream=downstream,
-            )
-        finally:
-            await downstream.close()
+        await self._intake.serve(
+            self.route,
+            target=target + b"?" + query if query else target,
+            headers=scope["headers"],
+            read_body=body,
+            downstream=downstream,
+        )
 
     async def _read_body(self, receive: Receive) -> bytes:
         """The whole body, bounded in size and time."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import select
@@ -15,6 +16,8 @@ from pathlib import Path
 
 import httpx
 import pytest
+
+from tests.integration.app.fake_worker import FakeWorker, answers
 
 STARTED_SECONDS = 20.0
 
@@ -104,6 +107,30 @@ def test_a_second_signal_ends_it_at_once(start: Start, tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         assert process.wait(2) == 70
     assert not (tmp_path / "gateway.json").exists()
+
+
+async def test_a_slow_reader_gets_its_last_byte_after_sigterm(start: Start) -> None:
+    document = {"text": "x" * 3_900_000}
+    async with FakeWorker() as worker:
+        worker.will(answers(document=document))
+        process = start("--port", "0", "--workers", worker.address, "--drain-timeout-seconds", "20")
+        host, port = (await asyncio.to_thread(listening, process)).removeprefix("http://").split(":")
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect((host, int(port)))
+            client.sendall(b'POST /tokenize HTTP/1.1\r\nhost: g\r\ncontent-length: 16\r\n\r\n{"model":"tiny"}')
+            head = await asyncio.to_thread(client.recv, 100)
+            assert head.startswith(b"HTTP/1.1 200")
+            process.send_signal(signal.SIGTERM)
+            await asyncio.sleep(2.5)  # longer than the server waits for connections once nothing is in flight
+            rest = await asyncio.to_thread(receive_all, client)
+        assert json.loads((head + rest).partition(b"\r\n\r\n")[2]) == document
+        assert await asyncio.to_thread(process.wait, 10) == 0
+
+
+def receive_all(client: socket.socket) -> bytes:
+    client.settimeout(20)
+    return b"".join(iter(lambda: client.recv(1 << 20), b""))
 
 
 @pytest.mark.parametrize(

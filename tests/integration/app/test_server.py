@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import time
 from typing import Any
 
@@ -11,12 +12,13 @@ import httpx
 import pytest
 
 from app.lifecycle import Lifecycle
-from tests.integration.app.conftest import read_response, run_gateway
+from tests.integration.app.conftest import Running, read_response, run_gateway
 from tests.integration.app.fake_worker import (
     DONE,
     MODEL,
     STREAM_HEAD,
     Call,
+    answers,
     chunk,
     event,
     hangs,
@@ -332,6 +334,69 @@ async def test_a_slow_reader_is_given_up(workers: Any) -> None:
         await running.until(lambda: running.gateway.admission.inflight == 1)
         await running.until(lambda: running.gateway.admission.inflight == 0)
         writer.transport.abort()
+
+
+async def slow_reader(running: Running, buffer: int = 4096) -> socket.socket:
+    """A client that has asked for a whole answer and reads nothing yet."""
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+    client.setblocking(False)
+    loop = asyncio.get_running_loop()
+    await loop.sock_connect(client, ("127.0.0.1", running.port))
+    body = json.dumps({"model": MODEL}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: g\r\ncontent-length: %d\r\n\r\n" % len(body)
+    await loop.sock_sendall(client, head + body)
+    return client
+
+
+LARGE = {"text": "x" * 3_900_000}  # one message, and more than socket buffers take
+
+
+async def test_a_request_is_in_flight_until_its_last_byte_is_out(workers: Any) -> None:
+    (worker,) = await workers("pod-0")
+    worker.will(answers(document=LARGE))
+    async with run_gateway(worker, max_inflight=1) as running:
+        client = await slow_reader(running)
+        with client:
+            reader, writer = await asyncio.open_connection(sock=client, limit=1 << 23)
+            await reader.readuntil(b"\r\n\r\n")  # so the answer is on its way, and stuck
+            writer.transport.pause_reading()
+            assert error_of(await running.chat()) == (429, "overloaded")
+            running.server.request_drain()
+            await asyncio.sleep(0.2)
+            assert running.gateway.lifecycle.state is Lifecycle.DRAINING
+            writer.transport.resume_reading()
+            async with asyncio.timeout(5):
+                assert json.loads(await reader.read()) == LARGE
+            writer.close()
+        async with asyncio.timeout(3):
+            await running.task
+        assert running.server.exit_code == 0
+
+
+async def test_a_client_that_never_reads_its_answer_is_cut_off(workers: Any) -> None:
+    (worker,) = await workers("pod-0")
+    worker.will(answers(document=LARGE))
+    async with run_gateway(worker, client_write_timeout_seconds=0.2) as running:
+        with await slow_reader(running):
+            await running.until(lambda: running.gateway.admission.inflight == 1)
+            await running.until(lambda: running.gateway.admission.inflight == 0)
+            # Its bytes are not kept for ever either.
+            await running.until(lambda: len(running.server.server_state.connections) == 0)
+
+
+async def test_a_client_that_reads_slowly_but_reads_is_not_cut_off(workers: Any) -> None:
+    (worker,) = await workers("pod-0")
+    worker.will(answers(document=LARGE))
+    async with run_gateway(worker, client_write_timeout_seconds=1) as running:
+        with await slow_reader(running, buffer=65536) as client:
+            seen = b""
+            while not seen.endswith(b'x"}'):
+                piece = await asyncio.get_running_loop().sock_recv(client, 65536)
+                assert piece
+                seen += piece
+                await asyncio.sleep(0.025)  # 2.6 MB/s, so that it takes longer than the limit
+            assert json.loads(seen.partition(b"\r\n\r\n")[2]) == LARGE
 
 
 GET = b"GET /live HTTP/1.1\r\nhost: g\r\n"
