@@ -169,7 +169,8 @@ class Attempt:
             if self._ended:
                 self._conclude(Verdict.FINISHED)
             else:
-                self._conclude(Verdict.BROKEN, "its stream ended early")
+                where = "within an event" if splitter.incomplete else "early"
+                self._conclude(Verdict.BROKEN, f"its stream ended {where}")
 
     def _read_body(self, data: bytes, done: bool) -> None:
         if self._parting:

@@ -51,8 +51,8 @@ class Delivery:
             headers.append((b"content-type", b"application/json"))
         if self._head_sent:
             # Keep-alives have gone out: what should have been a status can only be an event now.
-            self._report.error_code = "bad_answer"
             error = bad_answer(f"The worker answered {status}: {body[:1000].decode('utf-8', 'replace')}")
+            self._report.error = error
             self._downstream.send_bytes(error_event(error, named=self._request.route.named_errors))
             return
         kept = downstream_headers(headers, request_id=request_id)
@@ -84,7 +84,7 @@ class Delivery:
 
     def fail(self, error: GatewayError) -> None:
         """Tell the client, in the form that is still possible."""
-        self._report.error_code = error.code
+        self._report.error = error
         if not self._head_sent:
             self._report.status = error.status
             send_error(self._downstream, error, self._request.request_id)

@@ -146,16 +146,16 @@ class Intake:
             except ClientGone:
                 report.disconnected = True
             except GatewayError as error:
-                report.status, report.error_code = error.status, error.code
+                report.status, report.error = error.status, error
                 send_error(downstream, error, request_id)
             except Exception:
                 logger.exception("request failed", extra=fields(route=route.name, request_id=request_id.decode()))
-                report.error_code = "internal_error"
+                report.error = internal()
                 if report.status:
                     downstream.abort()
                 else:
-                    report.status = 500
-                    send_error(downstream, internal(), request_id)
+                    report.status = report.error.status
+                    send_error(downstream, report.error, request_id)
             finally:
                 try:
                     await downstream.close()
@@ -168,12 +168,13 @@ class Intake:
         status = report.status or CLIENT_CLOSED_REQUEST
         known = report.model if self._relay.registry.knows(report.model) else ""
         self._metrics.request(route=route.name, model=known, status=status, seconds=seconds, first_byte_seconds=first)
-        if report.retries or report.disconnected or report.error_code:
+        error = report.error
+        if report.retries or report.disconnected or error is not None:
             self._metrics.trouble(
                 route=route.name,
                 retries=report.retries,
                 disconnected=report.disconnected,
-                error_code=report.error_code,
+                error_code="" if error is None else error.code,
             )
         if logger.isEnabledFor(logging.INFO):
             logger.info(
@@ -186,7 +187,9 @@ class Intake:
                     first_ms=None if first is None else round(first * 1000, 1),
                     worker=report.worker or None,
                     retries=report.retries or None,
-                    error=report.error_code or None,
+                    error=error and error.code,
+                    fault=error and error.fault,
+                    retryable=error and error.retryable,
                     disconnected=report.disconnected or None,
                     request_id=request_id.decode(),
                 ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from app.openai.errors import Header
+from app.openai.errors import GatewayError, Header
 from app.openai.surface import RelayRoute
 
 
@@ -30,7 +30,8 @@ class Report:
 
     model: str = ""
     status: int = 0
-    error_code: str = ""
+    error: GatewayError | None = None
+    """What the gateway itself reported, in whatever form."""
     worker: str = ""
     attempts: int = 0
     retries: int = 0

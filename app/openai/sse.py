@@ -28,15 +28,11 @@ class EventTooLarge(ValueError):
 
 
 class EventSplitter:
-    """Bytes in, whole events out; ``rest`` is what is held back."""
+    """Bytes in, whole events out; the rest is held back."""
 
     def __init__(self, limit_bytes: int = MAX_EVENT_BYTES) -> None:
         self._limit = limit_bytes
         self._rest = bytearray()
-
-    @property
-    def rest(self) -> bytes:
-        return bytes(self._rest)
 
     @property
     def incomplete(self) -> bool:

@@ -226,12 +226,14 @@ async def test_a_cut_in_the_middle_ends_with_an_error_event(workers: Any, reset:
     assert len(two.calls) == 0
 
 
-async def test_a_stream_without_its_end_marker_was_cut(workers: Any) -> None:
+@pytest.mark.parametrize(("rest", "where"), [(b"", b"early"), (b"\n", b"early"), (b"data: h", b"within an event")])
+async def test_a_stream_without_its_end_marker_was_cut(workers: Any, rest: bytes, where: bytes) -> None:
     (worker,) = await workers("pod-0")
-    worker.will(streams(event("a"), end=b""))
+    worker.will(streams(event("a"), rest, end=b""))
     async with run_gateway(worker) as running:
         answer = await running.chat(stream=True)
         assert answer.content.startswith(event("a") + b'data: {"error"')
+        assert b"(its stream ended %b)" % where in answer.content
         assert answer.content.endswith(DONE)
 
 

@@ -88,6 +88,7 @@ def test_json_logs_have_no_prompt(start: Start) -> None:
     line = read_until(process, "r-1")
     document = json.loads(line)
     assert (document["message"], document["error"]) == ("/v1/chat/completions 503", "no_worker")
+    assert (document["fault"], document["retryable"]) == ("upstream", True)
     assert "secret" not in line
 
 
