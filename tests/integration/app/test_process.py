@@ -165,6 +165,33 @@ def test_a_port_in_use(start: Start) -> None:
     assert errors.count("\n") == 1
 
 
+def test_a_parent_that_was_gone_before_it_could_be_watched() -> None:
+    """The kernel tells of deaths that come after we asked it to, and of no earlier one."""
+    late = (
+        "import os, sys, time\n"
+        "from app.__main__ import main\n"
+        "parent = int(sys.argv[1])\n"
+        "while os.getppid() == parent:\n"
+        "    time.sleep(0.001)\n"
+        "sys.exit(main(['--port', '0', '--workers', '127.0.0.1:1', '--parent-pid', str(parent)]))\n"
+    )
+    read, write = os.pipe()
+    script = (
+        "import os, subprocess, sys\n"
+        f"p = subprocess.Popen([sys.executable, '-c', {late!r}, str(os.getpid())], stderr={write})\n"
+        "print(os.getpid(), p.pid)\n"
+    )
+    with os.fdopen(read) as errors:
+        ran = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, pass_fds=[write], check=True)
+        os.close(write)
+        parent, gateway = map(int, ran.stdout.split())
+        said = errors.readline()
+        if "listening" in said:
+            os.kill(gateway, signal.SIGKILL)
+        assert said == f"hotspare gateway: the parent process {parent} has ended already\n"
+        assert errors.read() == ""
+
+
 def test_it_dies_with_its_parent(tmp_path: Path) -> None:
     """The parent is killed, so that only the kernel can tell the gateway."""
     script = (
