@@ -395,6 +395,29 @@ async def test_an_error_after_keep_alives_is_an_event(workers: Any) -> None:
         assert seen.endswith(DONE)
 
 
+@pytest.mark.parametrize("breaks", [False, True], ids=["whole", "broken"])
+async def test_reselect_after_keep_alives_is_not_shown(workers: Any, breaks: bool) -> None:
+    """What a worker says whose engine died before it had begun to answer."""
+    one, two = await workers("pod-0", "pod-1")
+
+    async def refuse_late(call: Call) -> None:
+        await call.go.wait()
+        await (sends_and_cuts(RESELECT_HEAD + b'{"err') if breaks else reselects())(call)
+
+    one.will(refuse_late)
+    two.will(streams(event("a"), event("b")))
+    async with run_gateway(one, two, keepalive_seconds=0.05, attempt_limit=1) as running, running.stream() as answer:
+        pieces = answer.aiter_raw()
+        assert await anext(pieces) == b": keep-alive\n\n"
+        one.calls[0].go.set()
+        seen = b"".join([piece async for piece in pieces])
+        assert answer.status_code == 200
+        assert seen.replace(b": keep-alive\n\n", b"") == event("a") + event("b") + DONE
+
+
+RESELECT_HEAD = head(503, content_type="application/json", content_length=900, x_hotspare_reselect=1)
+
+
 TRIES = 10
 """A claim of "within 10 ms" is about the path that the code takes. One try of so many shows that path; what the machine
 was doing during the others is not our concern."""
