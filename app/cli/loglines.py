@@ -15,6 +15,8 @@ KEPT_LINES: Final = 3
 
 _OWN_PACKAGES: Final = frozenset({"", "app", "workers", "gms", "__main__"})
 _PACKAGE: Final = re.compile(r"([a-z_][a-z0-9_]*): ")
+_CUT_OFF: Final = re.compile(r"drain time is over: ended (\d+) request")
+"""The gateway's own words (``app.server``)."""
 _LEVEL: Final = re.compile(
     r"(?:^|[\s(\[])(WARNING|ERROR|CRITICAL)\b:?\s*"
     r"|\d\d:\d\d:\d\d\.\d{3} (warning|error|critical)\s+"  # the gateway writes them small
@@ -50,6 +52,12 @@ def message_of(line: str) -> str:
         return str(_fields(line).get("message", line))
     found = _LEVEL.search(line[:HEAD_CHARS])
     return line[found.end() :].strip() if found else line.strip()
+
+
+def cut_off_in(line: str) -> int:
+    """How many requests the gateway says there that it ended because its drain time was over."""
+    found = _CUT_OFF.search(line)
+    return int(found.group(1)) if found else 0
 
 
 def _package_of(line: str) -> str:

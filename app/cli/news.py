@@ -42,6 +42,11 @@ class PodNews:
         """An active engine and a parked one."""
         self._loss: _Loss | None = None
 
+    @property
+    def complete(self) -> bool:
+        """Whether an active engine and a parked one were there at the last look."""
+        return self._complete
+
     def look(self, answers: Mapping[str, EngineAnswer], *, now: float) -> list[News]:
         """What is new, in the order in which it happened."""
         granted = [

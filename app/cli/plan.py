@@ -23,6 +23,8 @@ DEFAULT_GRACE_SECONDS: Final = 15.0
 DEFAULT_STARTUP_SECONDS: Final = 600.0
 """Those of GatewaySettings and PodSettings."""
 STOP_MARGIN_SECONDS: Final = 10.0
+EXAMPLE_TOKENS: Final = 64
+"""So that the first request somebody tries comes to an end soon, whatever the model."""
 ENGINE_IDS: Final = "abcdefgh"
 
 PER_PROCESS: Final = frozenset(
@@ -148,16 +150,19 @@ class Limits:
     """For a gateway that was asked to stop, before it is killed: its own limit, and a margin."""
     pod: float
     """The same for a pod."""
+    drain: float = DEFAULT_DRAIN_SECONDS
+    """For the requests that a gateway has when it is asked to stop; its own limit."""
     start: float
     """For the next step of a start, before it is given up."""
 
 
 def limits_from(environment: Mapping[str, str]) -> Limits:
     """From the same variables that gateway and pod read; a bad value is theirs to refuse."""
-    drain = _seconds(environment, "HOTSPARE_DRAIN_TIMEOUT_SECONDS", DEFAULT_DRAIN_SECONDS)
+    other = _seconds(environment, "DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS", DEFAULT_DRAIN_SECONDS)
+    drain = _seconds(environment, "HOTSPARE_DRAIN_TIMEOUT_SECONDS", other)
     grace = _seconds(environment, "HOTSPARE_GRACE_PERIOD_SECONDS", DEFAULT_GRACE_SECONDS)
     start = _seconds(environment, "HOTSPARE_STARTUP_TIMEOUT_SECONDS", DEFAULT_STARTUP_SECONDS)
-    return Limits(gateway=drain + STOP_MARGIN_SECONDS, pod=grace + STOP_MARGIN_SECONDS, start=start)
+    return Limits(gateway=drain + STOP_MARGIN_SECONDS, pod=grace + STOP_MARGIN_SECONDS, start=start, drain=drain)
 
 
 def _seconds(environment: Mapping[str, str], name: str, default: float) -> float:
@@ -176,5 +181,5 @@ def base_url(host: str, port: int) -> str:
 def example_request(url: str, model: str) -> str:
     """A command that works as it stands in any POSIX shell."""
     message = {"role": "user", "content": "Say hello."}
-    body = json.dumps({"model": model, "stream": True, "messages": [message]})
+    body = json.dumps({"model": model, "stream": True, "max_tokens": EXAMPLE_TOKENS, "messages": [message]})
     return f"curl -N {url}/v1/chat/completions -H 'content-type: application/json' -d {shlex.quote(body)}"

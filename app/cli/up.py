@@ -62,8 +62,12 @@ class Up:
         self._began = began
         self._board = Board()
         self._ready = False
+        self._complete: dict[str, bool] = {}
+        """Pod → whether its spare was parked at the last look."""
         self._end: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
         self._forced = asyncio.Event()
+        self._drained_seconds = 0.0
+        """How long the gateway took to stop."""
 
     async def run(self, early_signals: Sequence[int]) -> int:
         """Until a signal asks to end; returns the exit code. ``early_signals`` came before there was a loop.
@@ -165,6 +169,9 @@ class Up:
         models = [model for worker in report.workers for model in worker.models]
         self._screen.say(f"ready after {time.monotonic() - self._began:.2f} s: {url}/v1", style="bold green")
         self._screen.say(f"  {example_request(url, models[0] if models else 'default')}")
+        if self._options.shadows:
+            complete = sum(self._complete.values())
+            self._screen.say(spares_line(parked=complete, pods=len(self._starter.pods)))
         self._screen.say(f"Ctrl-C drains and stops; logs are in {self._options.run_dir / LOGS}")
 
     async def _look_at(self, pod: StartedPod) -> None:
@@ -183,7 +190,9 @@ class Up:
                 answers = await ask_pod(file)
                 now = time.monotonic()
                 self._advance(pod, file, answers, now)
-                for item in news.look(answers, now=now):
+                changes = news.look(answers, now=now)
+                self._complete[pod.plan.name] = news.complete
+                for item in changes:
                     self._voice.say(item.text, at=item.at)
             else:
                 self._advance(pod, None, {}, time.monotonic())
@@ -229,7 +238,10 @@ class Up:
     async def _stop(self, ending: Ending) -> int:
         began = time.monotonic()
         if ending.child is None and ending.error is None:
-            self._voice.say("stopping: the gateway drains, then the pods; another signal ends everything at once")
+            self._voice.say(
+                f"stopping: the gateway drains for at most {self._limits.drain:g} s, then the pods end; "
+                "another signal ends everything at once"
+            )
         orderly = asyncio.ensure_future(self._stop_in_order())
         forced = asyncio.ensure_future(self._forced.wait())
         try:
@@ -248,7 +260,9 @@ class Up:
         if not clean:
             self._voice.say(f"stopped by force after {seconds:.1f} s", style="red")
             return ExitCode.FORCED
-        self._voice.say(f"stopped after {seconds:.1f} s, nothing was cut off")
+        self._voice.read_logs(self._starter.children)
+        cut = cut_off_words(self._voice.cut_off, in_time=self._drained_seconds < self._limits.drain)
+        self._voice.say(f"stopped after {seconds:.1f} s{cut}", style="yellow" if self._voice.cut_off else "")
         return ExitCode.DRAINED
 
     async def _stop_in_order(self) -> bool:
@@ -257,7 +271,9 @@ class Up:
             await self._stop_one(model, CONVERSION_STOP_SECONDS)
         clean = True
         if (gateway := self._starter.gateway) is not None:
+            began = time.monotonic()
             clean = await self._stop_one(gateway, self._limits.gateway)
+            self._drained_seconds = time.monotonic() - began
         stopping = (self._stop_one(pod.child, self._limits.pod) for pod in self._starter.pods)
         return all([clean, *await asyncio.gather(*stopping)])
 
@@ -296,6 +312,22 @@ class Up:
             self._forced.set()
         else:
             self._end.set_result(Ending())
+
+
+def spares_line(*, parked: int, pods: int) -> str:
+    """What the ready message says about redundancy. Pure."""
+    if parked >= pods:
+        return "redundancy stands: " + ("the spare is parked" if pods == 1 else f"all {pods} spares are parked")
+    missing = "the spare is" if pods == 1 else f"{pods - parked} of {pods} spares are"
+    return f"{missing} still being parked, without which a failover starts an engine anew; a line will tell"
+
+
+def cut_off_words(count: int, *, in_time: bool) -> str:
+    """What the last line says about requests. A gateway that cut some off ends well and says so in its log, unless it
+    is to log errors only: so nothing is claimed if it was not done before its drain time was over. Pure."""
+    if count:
+        return f", {count} {'request was' if count == 1 else 'requests were'} cut off"
+    return ", nothing was cut off" if in_time else ""
 
 
 def _first(group: BaseExceptionGroup[CliError]) -> CliError:

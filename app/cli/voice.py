@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from app.cli.children import Child
-from app.cli.loglines import LastWords, Level, is_loud, level_of
+from app.cli.loglines import LastWords, Level, cut_off_in, is_loud, level_of
 from app.cli.screen import Screen
 
 LOG_LINES_PER_LOOK: Final = 20
@@ -21,6 +21,8 @@ class Voice:
     def __init__(self, screen: Screen) -> None:
         self._screen = screen
         self._words: dict[str, LastWords] = {}
+        self.cut_off = 0
+        """Requests that the logs read so far say were ended before they were done."""
 
     def say(self, text: str, *, at: float | None = None, style: str = "") -> None:
         """One event; ``at`` is when it happened, in seconds of the monotonic clock, or None for now."""
@@ -34,6 +36,7 @@ class Voice:
         for child in children:
             lines = child.new_lines()
             self._words.setdefault(child.name, LastWords()).feed(lines)
+            self.cut_off += sum(map(cut_off_in, lines))
             loud = [line for line in lines if is_loud(line)]
             for line in loud[:LOG_LINES_PER_LOOK]:
                 self._screen.say(f"{child.name} | {line}", style=_STYLES[level_of(line)])

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import socket
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
 
-from tests.support.machine import StartUp
+from tests.support.machine import Machine, StartUp
 from tests.support.processes import until
 
 pytestmark = pytest.mark.process
@@ -29,6 +32,18 @@ def chat(url: str) -> str:
     answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=20, trust_env=False)
     assert answer.status_code == 200, answer.text
     return str(answer.json()["choices"][0]["message"]["content"])
+
+
+@contextmanager
+def request_in_flight(machine: Machine) -> Iterator[None]:
+    """A client whose request is with the engine inside; it hangs up afterwards."""
+    url = urlsplit(machine.until_ready())
+    body = json.dumps({"model": "sim", "messages": [{"role": "user", "content": "?"}]})
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: h\r\ncontent-length: {len(body)}"
+    with socket.create_connection((url.hostname, url.port)) as client:
+        client.sendall(f"{head}\r\ncontent-type: application/json\r\n\r\n{body}".encode())
+        machine.until_status(lambda status: status["gateway"]["inflight"] == 1, saying="a request is in flight")
+        yield
 
 
 def roles(status: dict[str, Any], pod: int = 0) -> dict[str, str]:
@@ -54,7 +69,7 @@ def test_a_life(start_up: StartUp) -> None:
 
     machine.up.signal(signal.SIGINT)
     assert machine.up.wait() == 0
-    assert "stopped after" in machine.up.output().splitlines()[-1]
+    assert re.search(r"stopped after [\d.]+ s, nothing was cut off$", machine.up.output().splitlines()[-1])
     machine.assert_all_gone()
     assert machine.left() == []
     assert sorted(path.name for path in (machine.run_dir / "logs").iterdir()) == ["gateway.log", "pod-0.log"]
@@ -102,17 +117,30 @@ def test_sigterm_while_it_starts(start_up: StartUp) -> None:
     assert machine.left() == []
 
 
+@pytest.mark.parametrize("form", ["console", "json"])
+def test_a_request_that_is_cut_off_is_told(start_up: StartUp, form: str) -> None:
+    machine = start_up(
+        *("--shadows", "0", "--no-gms", "--no-keeper"),
+        HOTSPARE_SIM_TTFT_SECONDS="60",
+        HOTSPARE_DRAIN_TIMEOUT_SECONDS="0.3",
+        HOTSPARE_LOG_FORMAT=form,
+    )
+    machine.until_ready()
+    with request_in_flight(machine):
+        machine.up.signal(signal.SIGINT)
+        assert machine.up.wait() == 0
+    assert "stopping: the gateway drains for at most 0.3 s, " in machine.up.output()
+    assert re.search(r"stopped after [\d.]+ s, 1 request was cut off$", machine.up.output().splitlines()[-1])
+    assert machine.left() == []
+
+
 def test_a_second_signal_ends_everything_at_once(start_up: StartUp) -> None:
     machine = start_up(HOTSPARE_SIM_TTFT_SECONDS="60", HOTSPARE_DRAIN_TIMEOUT_SECONDS="9")
-    url = urlsplit(machine.until_complete())
+    machine.until_complete()
     machine.descendants()
-    body = json.dumps({"model": "sim", "messages": [{"role": "user", "content": "?"}]})
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: h\r\ncontent-length: {len(body)}"
-    with socket.create_connection((url.hostname, url.port)) as client:
-        client.sendall(f"{head}\r\ncontent-type: application/json\r\n\r\n{body}".encode())
-        machine.until_status(lambda status: status["gateway"]["inflight"] == 1, saying="a request is in flight")
+    with request_in_flight(machine):
         machine.up.signal(signal.SIGINT)
-        machine.until_said("stopping: the gateway drains")
+        machine.until_said("stopping: the gateway drains for at most 9 s, then the pods end")
         machine.up.signal(signal.SIGINT)
         assert machine.up.wait() == 70
     assert "stopped by force" in machine.up.output().splitlines()[-1]

@@ -74,7 +74,8 @@ def test_children_inherit_everything_but_what_tells_them_apart() -> None:
 def test_limits_follow_the_processes_own() -> None:
     assert (limits_from({}).gateway, limits_from({}).pod) == (15.0, 25.0)
     given = limits_from({"HOTSPARE_DRAIN_TIMEOUT_SECONDS": "60", "HOTSPARE_GRACE_PERIOD_SECONDS": "90"})
-    assert (given.gateway, given.pod) == (70.0, 100.0)
+    assert (given.gateway, given.pod, given.drain) == (70.0, 100.0, 60.0)
+    assert limits_from({"DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS": "30"}).gateway == 40.0
     assert limits_from({"HOTSPARE_GRACE_PERIOD_SECONDS": "soon"}).pod == 25.0
 
 
@@ -101,4 +102,5 @@ def test_base_url_is_one_that_a_client_can_use(host: str, url: str) -> None:
 def test_the_example_survives_a_shell() -> None:
     words = shlex.split(example_request("http://h:1", 'it\'s "mine"'))
     assert words[:3] == ["curl", "-N", "http://h:1/v1/chat/completions"]
-    assert json.loads(words[-1])["model"] == 'it\'s "mine"'
+    body = json.loads(words[-1])
+    assert (body["model"], body["max_tokens"]) == ('it\'s "mine"', 64)
