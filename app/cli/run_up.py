@@ -29,6 +29,7 @@ def run_up(options: UpOptions, environment: Mapping[str, str]) -> int:
         CliError: something does not fit, or a process ended by itself; nothing runs any more.
     """
     refuse_unknown(environment, not_suggested=PER_PROCESS)
+    _check_model(options)
     _die_with_parent(environment)
     early: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -48,6 +49,23 @@ def run_up(options: UpOptions, environment: Mapping[str, str]) -> int:
         except CliError as error:
             claim.keep_logs = error.code != ExitCode.BAD_CONFIGURATION  # the sentence says it all
             raise
+
+
+def _check_model(options: UpOptions) -> None:
+    """vLLM would find the same out after half a minute of imports."""
+    if options.engine != "vllm" or options.model is None:
+        return
+    if not options.model.is_dir():
+        found = "is a file" if options.model.exists() else "does not exist"
+        problem = f"the model folder {options.model} {found}"
+    elif not (options.model / "config.json").is_file():
+        problem = f"the folder {options.model} holds no config.json, so it is no model in Hugging Face layout"
+    else:
+        return
+    raise CliError(
+        f"{problem}; name another with --model or HOTSPARE_MODEL, or neither for the embedded SmolLM2",
+        code=ExitCode.BAD_CONFIGURATION,
+    )
 
 
 def _die_with_parent(environment: Mapping[str, str]) -> None:

@@ -54,9 +54,24 @@ def test_ports_that_cannot_be(tmp_path: Path) -> None:
     assert refused(tmp_path / "run", "--host", "203.0.113.1").startswith("no port can be had on 203.0.113.1: ")
 
 
+def test_a_model_that_is_not_there(tmp_path: Path) -> None:
+    missing, empty, file = tmp_path / "missing", tmp_path / "empty", tmp_path / "file"
+    empty.mkdir()
+    file.write_text("")
+    end = "; name another with --model or HOTSPARE_MODEL, or neither for the embedded SmolLM2"
+    run, vllm = tmp_path / "run", ("--engine", "vllm")
+    assert refused(run, *vllm, HOTSPARE_MODEL=str(missing)) == f"the model folder {missing} does not exist{end}"
+    assert refused(run, *vllm, "--model", str(file)) == f"the model folder {file} is a file{end}"
+    assert refused(run, *vllm, "--model", str(empty)) == (
+        f"the folder {empty} holds no config.json, so it is no model in Hugging Face layout{end}"
+    )
+
+
 def test_an_unknown_option_and_an_unknown_variable(tmp_path: Path) -> None:
     assert refused(tmp_path / "run", "--podz", "2") == "unknown option --podz; did you mean --pods?"
-    assert refused(tmp_path / "run", HOTSPARE_MAX_INFLIHGT="2").endswith("did you mean HOTSPARE_MAX_INFLIGHT?")
+    assert refused(tmp_path / "run", HOTSPARE_MAX_INFLIHGT="2").endswith(
+        "did you mean HOTSPARE_MAX_INFLIGHT? all names are in docs/settings.md"
+    )
 
 
 @pytest.mark.parametrize("command", ["gateway", "pod", "engine", "gms", "status"])
@@ -65,7 +80,7 @@ def test_every_command_refuses_an_unknown_variable(command: str) -> None:
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
         f"hotspare {command}: the environment variable HOTSPARE_LOG_FROMAT is unknown to hotspare: "
-        "did you mean HOTSPARE_LOG_FORMAT?\n"
+        "did you mean HOTSPARE_LOG_FORMAT? all names are in docs/settings.md\n"
     )
 
 
