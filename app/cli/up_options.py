@@ -15,6 +15,7 @@ from typing import Any, Final, NoReturn
 
 from app.cli.errors import CliError
 from app.cli.plan import MAX_PORT, UpOptions
+from app.cli.variables import SIMILAR
 from workers.exit_codes import ExitCode
 
 MAX_PODS: Final = 100
@@ -114,6 +115,6 @@ def _whole(least: int, most: int) -> Callable[[str], int]:
 def _unknown(argument: str, parser: _Parser) -> str:
     if not argument.startswith("-"):
         return f"unexpected argument {argument!r}; see hotspare up --help"
-    known = [name for action in parser._actions for name in action.option_strings]
-    near = difflib.get_close_matches(argument.partition("=")[0], known, n=1)
-    return f"unknown option {argument}; " + (f"did you mean {near[0]}?" if near else "see hotspare up --help")
+    known = {name.lstrip("-"): name for action in parser._actions for name in action.option_strings}
+    near = difflib.get_close_matches(argument.partition("=")[0].lstrip("-"), known, n=1, cutoff=SIMILAR)
+    return f"unknown option {argument}; " + (f"did you mean {known[near[0]]}?" if near else "see hotspare up --help")

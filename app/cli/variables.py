@@ -9,6 +9,8 @@ from __future__ import annotations
 from typing import Final
 
 PREFIX: Final = "HOTSPARE_"
+SIMILAR: Final = 0.7
+"""From this ratio on (difflib's, of names without prefix or dashes) a name may be a typing mistake for another."""
 
 _GATEWAY: Final = """
     ATTEMPT_LIMIT BODY_TIMEOUT_SECONDS CLIENT_WRITE_TIMEOUT_SECONDS CONNECT_TIMEOUT_SECONDS DRAIN_TIMEOUT_SECONDS

@@ -44,6 +44,8 @@ def test_environment_fills_what_the_command_line_leaves_open() -> None:
     ("arguments", "environment", "sentence"),
     [
         (["--podz", "2"], {}, "unknown option --podz; did you mean --pods?"),
+        (["--bogus"], {}, "unknown option --bogus; see hotspare up --help"),
+        (["--no-gsm"], {}, "unknown option --no-gsm; did you mean --no-gms?"),
         (["--frobnicate"], {}, "unknown option --frobnicate; see hotspare up --help"),
         (["now"], {}, "unexpected argument 'now'; see hotspare up --help"),
         (["--pods", "0"], {}, "argument --pods: '0' is not a whole number from 1 to 100"),
