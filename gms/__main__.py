@@ -1,4 +1,4 @@
-"""`python -m gms --socket PATH`: runs the memory service of one device until SIGTERM or SIGINT.
+"""`hotspare gms`, `python -m gms`: runs the memory service of one device until SIGTERM or SIGINT.
 
 Exit codes: 0 ended as asked, 2 bad configuration (one sentence on stderr says which).
 """
@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import gc
 import logging
+import os
 import resource
 import signal
 import sys
@@ -23,7 +25,7 @@ _ALIASES = {"HOTSPARE_GMS_LOG_LEVEL": "HOTSPARE_GMS_LOG_LEVEL or HOTSPARE_LOG_LE
 
 
 def main() -> int:
-    flags = vars(_parser().parse_args())
+    flags = vars(parser().parse_args())
     gc.disable()  # the imports below make objects that stay: collecting among them costs a tenth of the start-up
     from pydantic import ValidationError
 
@@ -44,6 +46,7 @@ def main() -> int:
 
     logs.configure(settings.log_level, settings.log_format)
     _allow_files()
+    _make_run_dir(settings)
     gc.freeze()
     gc.enable()
     return asyncio.run(_run(settings))
@@ -68,19 +71,22 @@ async def _run(settings: GmsSettings) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="gms", description="Hotspare's memory service: owns the pages of one device.")
-    parser.add_argument("--socket", metavar="PATH", help="Unix socket to listen on (HOTSPARE_GMS_SOCKET)")
-    parser.add_argument("--device", metavar="KIND:N", help="cpu:0 (HOTSPARE_GMS_DEVICE)")
-    parser.add_argument(
-        "--memory-limit",
-        metavar="SIZE",
-        help="most that may be allocated, e.g. 512MiB (HOTSPARE_GMS_MEMORY_LIMIT)",
+def parser() -> argparse.ArgumentParser:
+    """The flags. ``hotspare gms --help`` explains them more fully, from the docstrings of the settings."""
+    made = argparse.ArgumentParser(
+        prog="hotspare gms", description="Hotspare's memory service: owns the pages of one device."
     )
-    parser.add_argument(
-        "--metrics-port", metavar="PORT", help="serve /metrics there; 0: do not (HOTSPARE_GMS_METRICS_PORT)"
-    )
-    return parser
+    for name, metavar in {"socket": "PATH", "device": "KIND:N", "memory_limit": "SIZE", "metrics_port": "PORT"}.items():
+        made.add_argument(f"--{name.replace('_', '-')}", metavar=metavar, help=f"overrides HOTSPARE_GMS_{name.upper()}")
+    return made
+
+
+def _make_run_dir(settings: GmsSettings) -> None:
+    """Closed to others, as the pod's folder in it, which the server makes; the server tells what cannot be made."""
+    run_dir = os.path.abspath(settings.run_dir)
+    if settings.socket.startswith(f"{run_dir}/"):
+        with contextlib.suppress(OSError):
+            os.makedirs(run_dir, mode=0o700, exist_ok=True)
 
 
 def _allow_files() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import os
+from pathlib import Path
+from typing import Annotated, Literal, Self
 
-from pydantic import AliasChoices, BeforeValidator, ByteSize, Field
+from pydantic import AliasChoices, BeforeValidator, ByteSize, Field, StringConstraints, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 
@@ -21,18 +23,36 @@ class GmsSettings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="HOTSPARE_GMS_", populate_by_name=True, extra="forbid")
 
-    socket: Annotated[str, Field(min_length=1)]
-    """Path of the Unix socket; its folder is made (0700) if missing."""
+    socket: str = ""
+    """Path of the Unix socket; its folder is made (0700) if missing. Unset: ``gms-DEVICE.sock`` in the pod's folder,
+    where the pod's engines look for it."""
     device: str = "cpu:0"
+    """Whose memory it is: ``cpu:N`` or ``cuda:N``."""
     memory_limit: Annotated[ByteSize, Field(gt=0)] | None = None
-    """Bytes that may be allocated at a time; "512MiB" is understood. Without it the machine is the limit."""
+    """Most bytes that may be allocated at a time; "512MiB" is understood. Without it the machine is the limit."""
     metrics_port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """0: no metrics are served."""
+    """Port on which /metrics is served; 0: nowhere."""
     metrics_host: str = "127.0.0.1"
+    """Address on which metrics are served."""
     log_level: LogLevel = Field(
         default="info", validation_alias=AliasChoices("HOTSPARE_GMS_LOG_LEVEL", "HOTSPARE_LOG_LEVEL")
     )
-    """Its own, or else that of all processes of the pod."""
+    """Its own, or else that of all processes of the pod. In any case."""
     log_format: Literal["console", "json"] = Field(default="console", validation_alias="HOTSPARE_LOG_FORMAT")
+    """Lines for people, or one JSON object a line."""
     parent_pid: Annotated[int, Field(gt=0)] | None = Field(default=None, validation_alias="HOTSPARE_PARENT_PID")
     """The process that this one must not outlive."""
+    run_dir: Path = Field(default=Path(".hotspare"), validation_alias="HOTSPARE_RUN_DIR")
+    """Folder of this machine's pods; for a socket that is not given."""
+    pod: Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?$")] = Field(
+        default="pod-0", validation_alias="HOTSPARE_POD"
+    )
+    """The pod's name, and that of its folder in the run folder; for a socket that is not given."""
+
+    @model_validator(mode="after")
+    def _socket_in_the_pods_folder(self) -> Self:
+        """The same path as ``workers.settings`` gives to engines; a test holds them against each other."""
+        if not self.socket:
+            name = f"gms-{self.device.replace(':', '-')}.sock"
+            self.socket = os.path.join(os.path.abspath(self.run_dir), self.pod, name)
+        return self

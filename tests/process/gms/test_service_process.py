@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from gms.client import GmsClient, GmsError, LeaseMode
+from tests.support.processes import until
 
 pytestmark = pytest.mark.process
 
@@ -84,7 +85,7 @@ def test_a_port_in_use(spawn: Any, socket_path: Path) -> None:
         (["--metrics-port", "65536"], {}, "HOTSPARE_GMS_METRICS_PORT or --metrics-port: "),
         (["--socket", "x" * 108], {}, "more than 107 bytes"),
         (["--socket", "/proc/nowhere/gms.sock"], {}, "cannot be made"),
-        ([], {"HOTSPARE_GMS_LOG_LEVEL": "LOUD"}, "HOTSPARE_GMS_LOG_LEVEL: "),
+        ([], {"HOTSPARE_GMS_LOG_LEVEL": "LOUD"}, "HOTSPARE_GMS_LOG_LEVEL or HOTSPARE_LOG_LEVEL: "),
         ([], {"HOTSPARE_LOG_FORMAT": "xml"}, "HOTSPARE_LOG_FORMAT: "),
         ([], {"HOTSPARE_PARENT_PID": "1"}, "is gone, or is not the parent"),
     ],
@@ -101,10 +102,14 @@ def test_bad_configuration_is_one_sentence(
     assert said.count("\n") == 1
 
 
-def test_no_socket_given(spawn: Any) -> None:
-    process = spawn(["-m", "gms"], stream="stderr")
-    assert process.wait() == 2
-    assert process.rest() == "gms: HOTSPARE_GMS_SOCKET or --socket: Field required.\n"
+def test_no_socket_given(spawn: Any, tmp_path: Path) -> None:
+    """The pod's folder is where engines look for it."""
+    process = spawn(["-m", "gms"], {"HOTSPARE_RUN_DIR": str(tmp_path / "run"), "HOTSPARE_POD": "p-1"}, "stderr")
+    path = tmp_path / "run" / "p-1" / "gms-cpu-0.sock"
+    until(path.exists, saying="the socket is there")
+    assert [folder.stat().st_mode & 0o777 for folder in (path.parent, tmp_path / "run")] == [0o700, 0o700]
+    process.process.terminate()
+    assert process.wait() == 0
 
 
 def test_the_environment_configures_and_flags_win(serve: Any, socket_path: Path) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 
 import pytest
+from pydantic import ValidationError
 
 from gms.__main__ import main
 from gms.settings import GmsSettings
+from workers.settings import EngineSettings
 
 
 @pytest.fixture(autouse=True)
@@ -45,3 +47,17 @@ def test_a_bad_log_level_is_refused_with_both_names(
 
 def test_the_program_may_say_it_by_the_fields_name() -> None:
     assert GmsSettings(socket="/s", log_level="debug").log_level == "debug"
+
+
+def test_without_a_socket_it_is_the_one_that_engines_look_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert GmsSettings().socket == str(EngineSettings().gms_socket)
+    monkeypatch.setenv("HOTSPARE_RUN_DIR", "/r")
+    monkeypatch.setenv("HOTSPARE_POD", "p-1")
+    assert GmsSettings(device="cuda:1").socket == "/r/p-1/gms-cuda-1.sock"
+    assert GmsSettings(device="cuda:1").socket == str(EngineSettings(device="cuda:1").gms_socket)
+
+
+def test_a_pod_is_no_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOTSPARE_POD", "../p")
+    with pytest.raises(ValidationError):
+        GmsSettings()
