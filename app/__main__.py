@@ -32,7 +32,15 @@ class StartError(Exception):
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise StartError(f"{message}; see python -m app --help")
+        raise StartError(f"{message}; see hotspare gateway --help")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The flags. ``hotspare gateway --help`` explains them more fully, from the docstrings of the settings."""
+    made = _Parser(prog="hotspare gateway", description="Hotspare's gateway: the OpenAI API.", allow_abbrev=False)
+    for name in GatewaySettings.model_fields:
+        made.add_argument(f"--{name.replace('_', '-')}", default=None, help=f"overrides HOTSPARE_{name.upper()}")
+    return made
 
 
 def read_settings(arguments: Sequence[str]) -> GatewaySettings:
@@ -41,10 +49,7 @@ def read_settings(arguments: Sequence[str]) -> GatewaySettings:
     Raises:
         StartError: an unknown flag or a bad value.
     """
-    parser = _Parser(prog="python -m app", description="Hotspare gateway", allow_abbrev=False)
-    for name in GatewaySettings.model_fields:
-        parser.add_argument(f"--{name.replace('_', '-')}", default=None, help=f"overrides HOTSPARE_{name.upper()}")
-    given = {name: value for name, value in vars(parser.parse_args(arguments)).items() if value is not None}
+    given = {name: value for name, value in vars(parser().parse_args(arguments)).items() if value is not None}
     try:
         return GatewaySettings(**given)
     except ValidationError as error:

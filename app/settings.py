@@ -30,14 +30,18 @@ class GatewaySettings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="HOTSPARE_", extra="ignore", populate_by_name=True)
 
     host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0: all of the machine."""
+    """Address to listen on; 0.0.0.0: all of the machine."""
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
-    """0: any free port; the log line and ``gateway.json`` say which."""
+    """Port to listen on. 0: any free one; the log line and ``gateway.json`` say which."""
     workers: Annotated[tuple[Address, ...], NoDecode, BeforeValidator(_addresses)] = (Address("127.0.0.1", 8100),)
-    """Comma separated ``host:port`` or ``http://host:port``."""
+    """The pods' serving ports, comma separated: ``host:port`` or ``http://host:port``."""
 
     wait_for_worker_seconds: Seconds = 15.0
     """How long a request waits while no worker takes it, before it is answered with 503 ``no_worker``."""
     connect_timeout_seconds: Seconds = 2.0
+    """How long connecting to a worker may take."""
+    """How long connecting to a worker may take."""
     first_byte_timeout_seconds: Seconds = 60.0
     """Silence allowed before an answer begins; starts again whenever the worker's ``steps`` advance."""
     stall_timeout_seconds: Seconds = 60.0
@@ -52,10 +56,14 @@ class GatewaySettings(BaseSettings):
     """A worker whose watch was silent for this long gets no new requests. Workers speak every second."""
 
     max_body_bytes: Annotated[int, Field(ge=1024, le=1 << 31)] = 32 * MIB
+    """Largest body of a request; a larger one is answered with 413."""
+    """Largest body of a request; a larger one is answered with 413."""
     max_held_bytes: Annotated[int, Field(ge=1024, le=1 << 30)] = 4 * MIB
     """A complete (non-streaming) answer up to this size is held back until it is whole, so that a worker's death in the
     middle of it stays invisible. A larger one is passed on as it comes."""
     max_inflight: Annotated[int, Field(ge=1, le=1 << 20)] = 4096
+    """Most requests at a time; one more is answered with 429."""
+    """Most requests at a time; one more is answered with 503 and ``Retry-After``."""
     attempt_limit: Annotated[int, Field(ge=1, le=100)] = 3
     """How often a request is started, in all, when workers break under it before anything was delivered."""
     drain_timeout_seconds: Annotated[
@@ -73,7 +81,11 @@ class GatewaySettings(BaseSettings):
     """How long admitted requests may go on after SIGTERM."""
 
     log_format: Literal["console", "json"] = "console"
+    """Lines for people, or one JSON object a line."""
+    """Lines for people, or one JSON object a line."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least level that is logged."""
+    """Least level that is logged."""
     parent_pid: Annotated[int, Field(ge=1)] | None = None
     """Die when this process, the parent, dies. Set by whoever starts us on one machine; unset in a container."""
     run_dir: Path | None = None

@@ -20,11 +20,7 @@ logger = logging.getLogger(__name__)
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code (contracts: ``workers.exit_codes``)."""
-    parser = argparse.ArgumentParser(prog="hotspare", description=__doc__, allow_abbrev=False)
-    commands = parser.add_subparsers(dest="command", required=True)
-    _add_flags(commands.add_parser("engine", help="a keeper and its engine", allow_abbrev=False), EngineSettings)
-    _add_flags(commands.add_parser("pod", help="a memory service and its engines", allow_abbrev=False), PodSettings)
-    flags = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
+    flags = {name: value for name, value in vars(parsers()[""].parse_args(argv)).items() if value is not None}
     command = flags.pop("command")
     try:
         settings: WorkerSettings = load_settings(PodSettings if command == "pod" else EngineSettings, flags)
@@ -52,13 +48,29 @@ def main(argv: list[str] | None = None) -> int:
     raise AssertionError(f"no such command: {command}")
 
 
+def parsers() -> dict[str, argparse.ArgumentParser]:
+    """The parser of the whole command line under "", and those of its commands by their names. ``hotspare pod --help``
+    explains the flags more fully, from the docstrings of the settings."""
+    parser = argparse.ArgumentParser(prog="hotspare", description=__doc__, allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", required=True)
+    made = {"": parser}
+    for name, text, settings in (
+        ("engine", "A keeper and the engine that it forks.", EngineSettings),
+        ("pod", "The supervisor of one pod on this machine: a memory service and its engines.", PodSettings),
+    ):
+        made[name] = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+        _add_flags(made[name], settings)
+    return made
+
+
 def _add_flags(parser: argparse.ArgumentParser, settings: type[BaseSettings]) -> None:
     for name, field in settings.model_fields.items():
         if name in ("sim", "parent_pid"):
             continue  # the environment only: HOTSPARE_SIM_*, and what a supervisor sets
-        options: dict[str, Any] = {"dest": name, "default": None, "metavar": name.upper()}
+        options: dict[str, Any] = {"metavar": name.upper()}
         if field.annotation is bool:
-            options = {"dest": name, "default": None, "action": argparse.BooleanOptionalAction}
+            options = {"action": argparse.BooleanOptionalAction}
+        options |= {"dest": name, "default": None, "help": f"overrides HOTSPARE_{name.upper()}"}
         parser.add_argument(f"--{name.replace('_', '-')}", **options)
 
 

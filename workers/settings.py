@@ -97,12 +97,19 @@ class SimSettings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="HOTSPARE_SIM_", extra="ignore")
 
     seed: int = 0
+    """What it says follows from this and the prompt."""
     ttft_seconds: Annotated[float, Field(ge=0, le=600)] = 0.02
+    """Time to the first token."""
     token_seconds: Annotated[float, Field(ge=0, le=60)] = 0.005
+    """Time between two tokens."""
     startup_seconds: Annotated[float, Field(ge=0, le=3600)] = 0.0
+    """How long its initialisation takes."""
     weights_bytes: Annotated[int, Field(ge=4096, le=1 << 40)] = 8 * MIB
+    """Size of its weights."""
     kv_bytes: Annotated[int, Field(ge=65536, le=1 << 40)] = 16 * MIB
+    """Size of its KV cache."""
     max_model_len: Annotated[int, Field(ge=16, le=1 << 22)] = 131072
+    """Most tokens of a prompt and its answer together."""
 
 
 class WorkerSettings(BaseSettings):
@@ -111,17 +118,27 @@ class WorkerSettings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="HOTSPARE_", extra="ignore", populate_by_name=True)
 
     engine: EngineName = "vllm"
+    """``vllm``, or ``sim``: a deterministic engine without a model."""
     pod: PodName = "pod-0"
+    """The pod's name, and that of its folder in the run folder."""
     instance: str = Field(default_factory=lambda: secrets.token_hex(8), min_length=1, max_length=64)
     """The pod's life: in Kubernetes the pod's UID, elsewhere made by the supervisor."""
     run_dir: Path = Path(".hotspare")
+    """Folder of this machine's pods: sockets, locks, logs."""
     host: str = "127.0.0.1"
+    """Address that the serving port and the admin ports listen on."""
     serving_port: Port = 8100
+    """Where the pod's active engine serves; one engine at a time has it."""
     gms: bool = True
+    """Whether weights and KV cache live in a memory service, which outlives the engines."""
     keeper: bool = True
+    """Whether a warm parent forks the engine, and forks it anew when it dies."""
     device: Annotated[str, StringConstraints(pattern=r"^(cpu|cuda):\d{1,3}$")] = "cpu:0"
+    """Whose memory it is: ``cpu:N`` or ``cuda:N``."""
     log_format: Literal["console", "json"] = "console"
+    """Lines for people, or one JSON object a line."""
     log_level: LogLevel = "info"
+    """Least level that is logged, in any case."""
     parent_pid: int | None = None
     """Die when this process, the parent, dies. Set by whoever starts us on one machine; unset in a container."""
     drain_timeout_seconds: Annotated[float, Field(ge=0, le=3600)] = 5.0
@@ -158,19 +175,23 @@ class EngineSettings(WorkerSettings):
     """One engine of a pod."""
 
     engine_id: EngineId = "a"
+    """Which engine of the pod this one is: a letter."""
     admin_port: Port = 8101
+    """Where this engine answers for its role, its health and its metrics."""
     standby_admin_ports: Ports = ()
     """Admin ports of the pod's other engines, asked for their role: the watch says whether a spare is there."""
     capacity: Annotated[int, Field(ge=1, le=65536)] = 64
+    """Most requests at a time."""
     heartbeat_seconds: Annotated[float, Field(gt=0, le=60)] = 1.0
     """The watch says something at least this often."""
     beat_timeout_seconds: Annotated[float, Field(ge=MIN_BEAT_TIMEOUT_SECONDS, le=3600)] = 3.0
     """The keeper kills an engine whose event loop gave no beat for this long."""
     init_beat_timeout_seconds: Annotated[float, Field(ge=MIN_BEAT_TIMEOUT_SECONDS, le=3600)] = 60.0
-    """The same before the engine is initialised: loading weights may hold the loop up for a while."""
+    """``beat_timeout_seconds`` before the engine is initialised: loading weights may hold the loop up for a while."""
     step_timeout_seconds: Annotated[float, Field(gt=0, le=86400)] = 120.0
     """The keeper kills an engine that took no step for this long while requests run."""
     bind_timeout_seconds: Annotated[float, Field(gt=0, le=60)] = 2.0
+    """How long a promoted engine tries to get the serving port."""
     memory_timeout_seconds: Annotated[float, Field(gt=0, le=3600)] = 60.0
     """How long to wait for the memory service to do what another engine holds up: its commit of the weights."""
     memory_connect_seconds: Annotated[float, Field(gt=0, le=600)] = 10.0
@@ -179,9 +200,13 @@ class EngineSettings(WorkerSettings):
     model: Path | None = None
     """Model folder (Hugging Face layout). Unset: the embedded SmolLM2-135M-Instruct."""
     served_model_name: str | None = None
+    """The model's name in the API. Unset: the engine's choice."""
     dtype: str = "float32"
+    """Type of weights and activations, as vLLM names it."""
     max_model_len: Annotated[int, Field(ge=16)] = 2048
+    """Most tokens of a prompt and its answer together."""
     kv_cache_bytes: Annotated[int, Field(ge=MIB)] = 512 * MIB
+    """Size of the KV cache."""
     engine_args: Arguments = ()
     """Further arguments for vLLM, as ``vllm serve`` takes them."""
     sim: SimSettings = Field(default_factory=SimSettings)
@@ -191,13 +216,19 @@ class PodSettings(WorkerSettings):
     """The supervisor of one pod on this machine."""
 
     shadows: Annotated[int, Field(ge=0, le=1)] = 1
+    """Spare engines, 0 or 1."""
     admin_ports: Ports = (8101, 8102)
+    """Admin ports of the engines, comma separated, one each."""
     gms_metrics_port: Annotated[int, Field(ge=0, le=65535)] = 8109
+    """Where the memory service serves /metrics; 0: nowhere."""
     gms_memory_limit_bytes: Annotated[int, Field(ge=0)] = 0
-    """0: no limit but the machine's."""
+    """Most that the memory service may hold; 0: no limit but the machine's."""
     liveness_period_seconds: Annotated[float, Field(gt=0, le=600)] = 2.0
+    """How often each engine is asked whether it lives."""
     liveness_timeout_seconds: Annotated[float, Field(gt=0, le=600)] = 2.0
+    """How long its answer may take."""
     liveness_failures: Annotated[int, Field(ge=1, le=100)] = 5
+    """So many failures in a row, and the engine is killed."""
     startup_timeout_seconds: Annotated[float, Field(gt=0, le=86400)] = 600.0
     """Liveness does not count before an engine's first answer, for at most this long."""
     grace_period_seconds: Annotated[float, Field(gt=0, le=86400)] = 15.0

@@ -22,6 +22,10 @@ def main() -> int:
     command = arguments[0] if arguments else ""
     try:
         if command in PASSED_ON:
+            if {"-h", "--help"}.intersection(arguments):
+                from app.cli.help import print_help
+
+                return print_help(command)
             refuse_unknown(os.environ)
             pass_on(command, arguments[1:])
         if command == "up":

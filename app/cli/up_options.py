@@ -36,7 +36,7 @@ def parse_up(arguments: Sequence[str], environment: Mapping[str, str]) -> UpOpti
         CliError: an unknown option, or a bad value; names it, and the variable that it came from.
         SystemExit: help was asked for, and has been printed.
     """
-    parser = _parser()
+    parser = up_parser()
     flags, unknown = parser.parse_known_args(arguments)
     if unknown:
         raise CliError(_unknown(unknown[0], parser), code=ExitCode.BAD_CONFIGURATION)
@@ -45,7 +45,7 @@ def parse_up(arguments: Sequence[str], environment: Mapping[str, str]) -> UpOpti
     return UpOptions(**{**vars(options), "run_dir": Path(os.path.abspath(options.run_dir))})
 
 
-def _parser() -> _Parser:
+def up_parser() -> _Parser:
     defaults = UpOptions()
     parser = _Parser(
         prog="hotspare up",
@@ -61,7 +61,7 @@ def _parser() -> _Parser:
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help=shown, **more)
 
     option("pods", "how many pods", kind=_whole(1, MAX_PODS), metavar="N")
-    option("engine", "vllm, or sim: a deterministic engine without a model", kind=str, choices=("vllm", "sim"))
+    option("engine", "what runs in the pods: vllm, or sim, which is deterministic and has no model", kind=str, choices=("vllm", "sim"))
     option("model", "model folder in Hugging Face layout; none: the embedded SmolLM2", kind=Path, metavar="DIR")
     option("host", "where the gateway listens", kind=str)
     option("port", "the gateway's port; 0: any", kind=_whole(0, MAX_PORT))
