@@ -85,7 +85,10 @@ def _status(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Show it again each second, until Ctrl-C.")] = False,
 ) -> int:
-    """Pods, engines, roles, memory, and how the gateway sees them."""
+    """Pods, engines, roles, memory, and how the gateway sees them.
+
+    The exit code is 1 when no pod has a file in the run folder, or when neither a gateway nor an engine answers.
+    """
     from app.cli.show import show_status, watch_status
 
     if as_json and watch:

@@ -10,7 +10,8 @@ from typing import Final
 
 import msgspec
 
-from app.cli.status import look
+from app.cli.errors import CliError
+from app.cli.status import StatusDocument, answers, look
 from workers.exit_codes import ExitCode
 
 WATCH_SECONDS: Final = 1.0
@@ -20,12 +21,24 @@ def show_status(run_dir: Path, *, as_json: bool) -> int:
     """Once.
 
     Raises:
-        CliError: no pod runs there.
+        CliError: no pod runs there; or, after the status has been shown, nothing in it answers.
     """
     document = asyncio.run(look(run_dir))
+    _show(document, as_json=as_json)
+    if not answers(document):
+        raise CliError(
+            f"neither a gateway nor an engine of {run_dir} answers: what is there was left behind, "
+            "unless it is starting just now",
+            code=ExitCode.ENGINE_DEAD,
+        )
+    return ExitCode.DRAINED
+
+
+def _show(document: StatusDocument, *, as_json: bool) -> None:
     if as_json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(document), indent=2).decode() + "\n")
-        return ExitCode.DRAINED
+        sys.stdout.flush()
+        return
     from rich.console import Console
 
     from app.cli.status_table import render
@@ -33,7 +46,6 @@ def show_status(run_dir: Path, *, as_json: bool) -> int:
     console = Console(highlight=False)
     # Lines that go into a file or a pipe are not cut at a width that nobody has.
     console.print(render(document), soft_wrap=not console.is_terminal)
-    return ExitCode.DRAINED
 
 
 def watch_status(run_dir: Path) -> int:

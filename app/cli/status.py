@@ -111,6 +111,13 @@ async def look(run_dir: Path) -> StatusDocument:
     )
 
 
+def answers(document: StatusDocument) -> bool:
+    """Whether a gateway or any engine said something. Pure."""
+    absent = set(Absence)
+    roles = {engine.role for pod in document.pods for engine in pod.engines.values()}
+    return (document.gateway is not None and document.gateway.lifecycle not in absent) or not roles <= absent
+
+
 def routed_as(pod: PodStatus, workers: tuple[WorkerReport, ...]) -> WorkerReport | None:
     """The gateway's entry for a pod, found by its port: before the first answer the gateway knows no names. Pure."""
     return next((worker for worker in workers if worker.address.rpartition(":")[2] == str(pod.serving_port)), None)

@@ -9,7 +9,16 @@ import pytest
 from app.cli.fault import engine_with
 from app.cli.observe import sum_private
 from app.cli.reports import Absence, EngineAnswer, WorkerReport
-from app.cli.status import EngineStatus, GatewayStatus, GmsStatus, PodStatus, StatusDocument, pool_kind, routed_as
+from app.cli.status import (
+    EngineStatus,
+    GatewayStatus,
+    GmsStatus,
+    PodStatus,
+    StatusDocument,
+    answers,
+    pool_kind,
+    routed_as,
+)
 from app.cli.status_table import duration, gateway_line, pod_line, render, size
 from tests.unit.cli.test_news import active, parked
 from workers.contract import Role
@@ -128,3 +137,14 @@ def test_a_fault_finds_its_engine_by_role_and_prefers_the_newest_epoch() -> None
     assert found is not None
     assert found.engine == "b"
     assert engine_with(Role.DRAINING, answers) is None
+
+
+@pytest.mark.parametrize(
+    ("lifecycle", "role", "expected"),
+    [("ready", "gone", True), ("gone", "INIT", True), (None, "ACTIVE", True), ("silent", "gone", False),
+     (None, "silent", False)],
+)  # fmt: skip
+def test_whether_anything_answers(lifecycle: str | None, role: str, expected: bool) -> None:
+    gateway = GatewayStatus(pid=9, host="h", port=1, lifecycle=lifecycle) if lifecycle else None
+    engines = {"a": EngineStatus(role=role, admin_port=1, restarts=0)}
+    assert answers(StatusDocument(run_dir="/r", gateway=gateway, pods=[pod(engines=engines)])) is expected
