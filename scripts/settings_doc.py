@@ -85,7 +85,7 @@ def row(setting: Setting) -> str:
     flag = ", ".join(f"`{name}`" for name in setting.flag.split(" / ") if name)
     default = f"`{setting.default}`" if setting.default else ""
     meaning = setting.meaning.replace("``", "`").replace("|", "\\|")
-    return f"| {variables} | {flag} | {default} | {meaning[:1].upper()}{meaning[1:]} |"
+    return f"| {variables} | {flag} | {default} | {meaning} |"
 
 
 def wrapped(names: list[str]) -> str:

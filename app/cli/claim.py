@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
@@ -16,6 +16,8 @@ from workers.exit_codes import ExitCode
 LOCK_FILE: Final = "up.lock"
 LOGS: Final = "logs"
 GATEWAY_FILE: Final = "gateway.json"
+PREVIOUS: Final = ".1"
+"""What the name of an earlier log ends with."""
 
 
 class RunDirClaim:
@@ -26,6 +28,7 @@ class RunDirClaim:
         self.keep_logs = False
         """Set once there is something in them that a person may want to read afterwards."""
         self._made: list[Path] = []
+        self._rotated = False
         self._fd = -1
 
     def __enter__(self) -> Self:
@@ -43,21 +46,14 @@ class RunDirClaim:
             raise
         except OSError as error:
             self._unmake()
-            raise CliError(
-                f"the run folder {self.run_dir} cannot be used: {error.strerror}; "
-                "choose a writable one with --run-dir or HOTSPARE_RUN_DIR",
-                code=ExitCode.BAD_CONFIGURATION,
-            ) from error
+            raise _unusable(self.run_dir, error) from error
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not self.keep_logs:
-            for log in self.logs.glob("*.log"):
-                log.unlink(missing_ok=True)
-            with contextlib.suppress(OSError):
-                self.logs.rmdir()
+        if self._rotated and not self.keep_logs:
+            self._take_logs_back()
         (self.run_dir / LOCK_FILE).unlink(missing_ok=True)  # while it is held: see _lock
         os.close(self._fd)
         self._unmake()
@@ -65,6 +61,32 @@ class RunDirClaim:
     @property
     def logs(self) -> Path:
         return self.run_dir / LOGS
+
+    def rotate_logs(self, names: Collection[str]) -> None:
+        """Make room for the logs of the processes in ``names``: one earlier log of each is kept, as ``NAME.log.1``.
+        Those of processes that this run does not have would only mislead, and are removed.
+
+        Raises:
+            CliError: the folder cannot be written.
+        """
+        self._rotated = True
+        try:
+            for log in [*self.logs.glob("*.log"), *self.logs.glob(f"*.log{PREVIOUS}")]:
+                name = log.name.removesuffix(PREVIOUS).removesuffix(".log")
+                if name not in names:
+                    log.unlink(missing_ok=True)
+                elif log.suffix != PREVIOUS:
+                    log.replace(_previous(log))
+        except OSError as error:
+            raise _unusable(self.run_dir, error) from error
+
+    def _take_logs_back(self) -> None:
+        """As before ``rotate_logs``, as far as may be: what an attempt wrote that came to nothing is of no use."""
+        with contextlib.suppress(OSError):
+            for log in self.logs.glob("*.log"):
+                log.unlink(missing_ok=True)
+            for log in self.logs.glob(f"*.log{PREVIOUS}"):
+                log.replace(log.with_suffix(""))
 
     def sweep(self, pods: Iterable[str]) -> None:
         """Remove what killed processes left. A pod, or a gateway, that runs after all keeps its files."""
@@ -122,3 +144,15 @@ class RunDirClaim:
                 os.close(fd)
                 raise
             os.close(fd)
+
+
+def _previous(log: Path) -> Path:
+    return log.with_name(log.name + PREVIOUS)
+
+
+def _unusable(run_dir: Path, error: OSError) -> CliError:
+    return CliError(
+        f"the run folder {run_dir} cannot be used: {error.strerror}; "
+        "choose a writable one with --run-dir or HOTSPARE_RUN_DIR",
+        code=ExitCode.BAD_CONFIGURATION,
+    )

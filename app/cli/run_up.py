@@ -37,6 +37,7 @@ def run_up(options: UpOptions, environment: Mapping[str, str]) -> int:
     with ExitStack() as stack:
         claim = stack.enter_context(RunDirClaim(options.run_dir))
         port, pods = assign_ports(options, stack)
+        claim.rotate_logs({"gateway", "model", *(pod.name for pod in pods)})
         starter = Starter(options, port=port, pods=pods, logs=claim.logs, environment=environment)
         stack.callback(claim.sweep, [pod.name for pod in pods])
         stack.callback(starter.close)

@@ -61,7 +61,7 @@ def up_parser() -> _Parser:
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help=shown, **more)
 
     option("pods", "how many pods", kind=_whole(1, MAX_PODS), metavar="N")
-    option("engine", "what runs in the pods: vllm, or sim, which is deterministic and has no model", kind=str, choices=("vllm", "sim"))
+    option("engine", "vllm; or sim, which is deterministic and has no model", kind=str, choices=("vllm", "sim"))
     option("model", "model folder in Hugging Face layout; none: the embedded SmolLM2", kind=Path, metavar="DIR")
     option("host", "where the gateway listens", kind=str)
     option("port", "the gateway's port; 0: any", kind=_whole(0, MAX_PORT))

@@ -105,6 +105,16 @@ def test_a_run_folder_that_cannot_be_made(tmp_path: Path) -> None:
     assert "cannot be used: Not a directory" in refused(tmp_path / "file" / "run")
 
 
+def test_a_refused_run_leaves_the_logs_of_the_one_before(tmp_path: Path, taken_port: int) -> None:
+    logs = tmp_path / "run" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "gateway.log").write_text("what happened")
+    for flags, env in ((["--port", str(taken_port)], {}), ([], {"HOTSPARE_MAX_INFLIGHT": "0"})):
+        done = hotspare(*UP, "--run-dir", str(tmp_path / "run"), *flags, env=env)
+        assert done.returncode == 2
+        assert {path.name: path.read_text() for path in logs.iterdir()} == {"gateway.log": "what happened"}
+
+
 def test_a_run_folder_that_is_taken(start_up: StartUp) -> None:
     machine = start_up()
     machine.until_ready()

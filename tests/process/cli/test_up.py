@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from tests.support.machine import Machine, StartUp
+from tests.support.machine import Machine, StartUp, hotspare
 from tests.support.processes import until
 
 pytestmark = pytest.mark.process
@@ -171,10 +171,21 @@ def test_a_run_after_a_killed_one_is_like_any_other(start_up: StartUp) -> None:
     first.assert_all_gone()
     assert "pod-0/pod.json" in first.left()
     assert first.status()["pods"][0]["stale"]
+    logs = first.run_dir / "logs"
+    told = (logs / "gateway.log").read_text()
+    (logs / "pod-7.log").write_text("of a run with more pods")
+    (logs / "pod-7.log.1").write_text("of one before it")
+    for arguments in (["status"], ["status", "--json"]):
+        done = hotspare(*arguments, "--run-dir", str(first.run_dir))
+        assert (done.returncode, "pod-0" in done.stdout) == (1, True)
+        assert done.stderr.startswith(f"hotspare status: neither a gateway nor an engine of {first.run_dir} answers: ")
 
     second = start_up()
     second.until_complete()
     assert not second.status()["pods"][0]["stale"]
+    names = ["gateway.log", "gateway.log.1", "pod-0.log", "pod-0.log.1"]
+    assert sorted(path.name for path in logs.iterdir()) == names
+    assert (logs / "gateway.log.1").read_text() == told
     second.up.signal(signal.SIGTERM)
     assert second.up.wait() == 0
     assert second.left() == []

@@ -69,6 +69,7 @@ def test_a_claim_leaves_nothing_of_a_failed_attempt(tmp_path: Path) -> None:
     run_dir = tmp_path / "deep" / "run"
     with RunDirClaim(run_dir) as claim:
         assert run_dir.stat().st_mode & 0o777 == 0o700
+        claim.rotate_logs({"pod-0"})
         (claim.logs / "pod-0.log").write_text("it broke")
     assert list(tmp_path.iterdir()) == []
 
@@ -78,6 +79,25 @@ def test_logs_stay_when_they_are_worth_it(tmp_path: Path) -> None:
         (claim.logs / "pod-0.log").write_text("it broke")
         claim.keep_logs = True
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["logs"]
+
+
+@pytest.mark.parametrize("worth_it", [True, False])
+def test_one_earlier_log_is_kept_and_taken_back_after_an_attempt_that_came_to_nothing(
+    tmp_path: Path, worth_it: bool
+) -> None:
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    for name in ("gateway.log", "gateway.log.1", "pod-0.log", "pod-1.log", "pod-1.log.1", "notes.txt"):
+        (logs / name).write_text(name)
+    with RunDirClaim(tmp_path) as claim:
+        claim.rotate_logs({"gateway", "pod-0"})
+        (logs / "gateway.log").write_text("new")
+        claim.keep_logs = worth_it
+    expected = {"gateway.log": "gateway.log", "pod-0.log": "pod-0.log", "notes.txt": "notes.txt"}
+    if worth_it:
+        expected = {"gateway.log.1": "gateway.log", "pod-0.log.1": "pod-0.log", "notes.txt": "notes.txt"}
+        expected["gateway.log"] = "new"
+    assert {path.name: path.read_text() for path in logs.iterdir()} == expected
 
 
 def test_other_peoples_files_stay(tmp_path: Path) -> None:
