@@ -319,7 +319,7 @@ def spares_line(*, parked: int, pods: int) -> str:
     if parked >= pods:
         return "redundancy stands: " + ("the spare is parked" if pods == 1 else f"all {pods} spares are parked")
     missing = "the spare is" if pods == 1 else f"{pods - parked} of {pods} spares are"
-    return f"{missing} still being parked, without which a failover starts an engine anew; a line will tell"
+    return f"{missing} still being parked, a line will tell; until then a failover waits for an engine to start"
 
 
 def cut_off_words(count: int, *, in_time: bool) -> str:
