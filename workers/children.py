@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import io
 import logging
 import os
@@ -109,7 +110,7 @@ class LogSink:
         """Have something written as it is, whole or not at all."""
         try:
             if self._dropped:
-                self._lines.put_nowait(b"(%d lines were dropped: nobody read them)\n" % self._dropped)
+                self._lines.put_nowait(b"(%d lines could not be written, or nobody read them)\n" % self._dropped)
                 self._dropped = 0
             self._lines.put_nowait(data)
         except queue.Full:
@@ -139,8 +140,10 @@ class LogSink:
             try:
                 while line:
                     line = line[os.write(self._fd, line) :]
-            except OSError:
-                return  # the reader is gone; the queue fills up, and lines are dropped
+            except OSError as error:
+                if error.errno in (errno.EPIPE, errno.EBADF):
+                    return  # the reader is gone; the queue fills up, and lines are dropped
+                self._dropped += 1  # a full disk, say: it may have room again for the next line
 
 
 class _SinkStream(io.TextIOBase):

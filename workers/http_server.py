@@ -48,6 +48,7 @@ async def serve_http(app: ASGIApp, sock: socket.socket) -> AsyncIterator[asyncio
     config = uvicorn.Config(
         app,
         http="httptools",
+        ws="none",
         interface="asgi3",
         lifespan="off",
         log_config=None,

@@ -18,6 +18,7 @@ from typing import Final
 
 import msgspec
 
+from gms.client import GmsClient, GmsError
 from workers.children import Child, LogSink, label_line
 from workers.contract import Role
 from workers.exit_codes import ExitCode
@@ -28,6 +29,7 @@ from workers.pod_files import EngineRecord, MemoryServiceRecord, PodFolder, PodF
 from workers.pod_plan import Action, Deadline, Kill, Phase, PodPlan, Start, Terminate
 from workers.probes import Liveness, LivenessVerdict, Sighting
 from workers.settings import PodSettings
+from workers.threads import in_daemon_thread
 
 logger = logging.getLogger(__name__)
 
@@ -220,11 +222,10 @@ class PodSupervisor:
             return
         self._children[name] = child
         logger.debug("%s is process %d", name, child.pid)
-        if name in self._admin_ports:
-            self._probes[name] = asyncio.create_task(self._probe(name, child.pid, now), name=f"probe-{name}")
+        self._probes[name] = asyncio.create_task(self._probe(name, child.pid, now), name=f"probe-{name}")
 
     async def _probe(self, name: str, pid: int, started: float) -> None:
-        """Ask one life of an engine whether it is alive, until it is not."""
+        """Ask one life of a process whether it is alive, until it is not."""
         settings = self._settings
         host = reachable(settings.host)
         liveness = Liveness(
@@ -232,7 +233,10 @@ class PodSupervisor:
         )
         while True:
             await asyncio.sleep(settings.liveness_period_seconds)
-            why, seen = await self._ask_if_alive(host, self._admin_ports[name])
+            if name == SERVICE:
+                why, seen = await self._ask_service()
+            else:
+                why, seen = await self._ask_if_alive(host, self._admin_ports[name])
             verdict = liveness.observe(seen, now=time.monotonic())
             if verdict is not LivenessVerdict.KEEP:
                 if verdict is LivenessVerdict.KILL_NEVER_STARTED:
@@ -253,6 +257,28 @@ class PodSupervisor:
             live = _Live()  # the status is what counts
         why = "" if status == 200 else f"its admin port answers /live with {status}"
         return why, Sighting(ok=not why, pid=live.pid, initialising=live.role == Role.INIT)
+
+    async def _ask_service(self) -> tuple[str, Sighting]:
+        """Whether the memory service does what engines need of it: answer on its socket."""
+        settings = self._settings
+
+        def ask() -> None:
+            timeout = settings.liveness_timeout_seconds
+            with GmsClient.connect(
+                settings.gms_socket,
+                engine="none",
+                instance=settings.instance,
+                device=settings.device,
+                client="probe",
+                timeout_seconds=timeout,
+            ) as client:
+                client.status()
+
+        try:
+            await in_daemon_thread(ask, name="probe-gms")
+        except GmsError as error:
+            return str(error), Sighting(ok=False)
+        return "", Sighting(ok=True)
 
     def _kill_what_is_left(self) -> None:
         """Nothing, unless this supervisor is cancelled or fails."""

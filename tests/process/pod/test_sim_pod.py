@@ -122,6 +122,22 @@ def test_a_killed_memory_service_is_started_again_and_nobody_is_silenced(pod: Si
         assert pod.complete() == expected_text(PROMPT, COUNT)
 
 
+def test_a_hung_memory_service_is_replaced_and_a_shadow_can_be_promoted(pod: SimPod, tmp_path: Path) -> None:
+    probes = {"HOTSPARE_LIVENESS_PERIOD_SECONDS": "0.1", "HOTSPARE_LIVENESS_TIMEOUT_SECONDS": "0.5"}
+    with supervised(pod, tmp_path, **probes, HOTSPARE_LIVENESS_FAILURES="2") as process:
+        active, _ = pod.until_pair()
+        service = pod.record()["gms"]["pid"]
+        os.kill(service, signal.SIGSTOP)
+        os.kill(active["pid"], signal.SIGKILL)
+        until(lambda: "gms is not alive" in process.output(), saying="the supervisor found it out")
+        assert gone(service)
+        promoted, _ = pod.until_pair()
+        assert promoted["epoch"] > active["epoch"]
+        assert pod.complete() == expected_text(PROMPT, COUNT)
+        process.signal(signal.SIGTERM)
+        assert process.wait() == 0
+
+
 def test_nothing_outlives_a_killed_supervisor(pod: SimPod, tmp_path: Path) -> None:
     with supervised(pod, tmp_path) as process:
         active, parked = pod.until_pair()

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import tempfile
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.processes import until
 from workers.children import LineSplitter, LogSink, label_line, logged_error
 from workers.pod_commands import command_lines, environment
 from workers.settings import PodSettings
@@ -137,7 +139,8 @@ def test_the_sink_drops_lines_rather_than_wait_and_says_how_many() -> None:
         sink.close()
         os.close(writing_end)
         rest = output.read().decode().splitlines()
-    dropped = sum(int(line[1:].split()[0]) for line in rest if line.endswith("lines were dropped: nobody read them)"))
+    notes = [line for line in rest if line.endswith("lines could not be written, or nobody read them)")]
+    dropped = sum(int(note[1:].split()[0]) for note in notes)
     assert dropped + sum(line.startswith("line ") for line in rest) == 20 - 4
     assert dropped >= 14
     assert rest[-1] == "after"
@@ -179,3 +182,19 @@ def test_the_memory_service_gets_what_was_asked_for() -> None:
         *("--memory-limit", "1073741824"),
     ]
     assert "HOTSPARE_STANDBY_ADMIN_PORTS" not in environment(settings, "gms", inherited={})
+
+
+def test_a_disk_that_was_full_costs_lines_and_not_the_log() -> None:
+    with open("/dev/full", "wb") as full, tempfile.TemporaryFile() as file:
+        fd = os.dup(full.fileno())
+        try:
+            sink = LogSink(fd)
+            sink.put(b"lost")
+            until(lambda: sink._dropped == 1, saying="the line could not be written")
+            os.dup2(file.fileno(), fd)
+            sink.put(b"kept")
+            sink.close()
+        finally:
+            os.close(fd)
+        file.seek(0)
+        assert file.read() == b"(1 lines could not be written, or nobody read them)\nkept\n"
