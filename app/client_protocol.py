@@ -2,6 +2,9 @@
 
 * Its own errors have the envelope of all others.
 * A request's head is bounded, in size and in time; the body's bounds are the endpoint's.
+* An offer to upgrade is ignored, as RFC 9110 section 7.8 allows. The parser cannot be told so: after a head with an
+  offer it takes the message for ended and what follows for another protocol. So such a head is read a second time, by a
+  fresh parser and without the offer, and only that second reading starts a request.
 * An endpoint can wait until its answer has left this process, not only its own queue: ``asgi.WRITTEN``.
 """
 
@@ -11,12 +14,13 @@ import asyncio
 from http import HTTPStatus
 from typing import Any, cast
 
+import httptools
 from uvicorn import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from app.asgi import WRITTEN
-from app.openai.errors import GatewayError, head_too_large, head_too_slow, malformed_request
+from app.openai.errors import GatewayError, head_too_large, head_too_slow, malformed_request, method_not_allowed
 
 MAX_HEAD_BYTES = 64 * 1024
 HEAD_SECONDS = 30.0
@@ -70,8 +74,28 @@ class ClientProtocol(HttpToolsProtocol):
         if self._refused:
             return
         self._message_ended = False
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        try:
+            self._feed(data)
+        except httptools.HttpParserError:
+            self._refuse(self._error or malformed_request())
         self._after_read(len(data))
+
+    def _feed(self, data: bytes) -> None:
+        while True:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as offer:
+                data = self._head_without_offer() + data[offer.args[0] :]
+                self.parser = httptools.HttpRequestParser(self)
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own
+
+    def _head_without_offer(self) -> bytes:
+        """The head just read, as it was, but for ``upgrade``: the parser takes an offer only with that header."""
+        method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+        lines = [b"%b: %b\r\n" % (name, value) for name, value in self.headers if name != b"upgrade"]
+        return b"%b %b HTTP/%b\r\n%b\r\n" % (method, self.url, version, b"".join(lines))
 
     def _after_read(self, size: int) -> None:
         if self._refused:
@@ -95,10 +119,17 @@ class ClientProtocol(HttpToolsProtocol):
         self._disarm()
         if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > MAX_HEAD_BYTES:
             self._error = head_too_large(MAX_HEAD_BYTES)
-            raise self._error  # the parser stops, and send_400_response follows
+            raise self._error  # the parser stops, and feeding it raises
+        if self.parser.should_upgrade():
+            if self.parser.get_method() == b"CONNECT":  # always an upgrade, to the parser
+                self._error = method_not_allowed("CONNECT", self.url.decode("latin-1"), [])
+                raise self._error
+            return
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
         self._in_message = False
         self._message_ended = True
         super().on_message_complete()
@@ -130,9 +161,6 @@ class ClientProtocol(HttpToolsProtocol):
             self.transport.close()
 
     # Errors
-
-    def send_400_response(self, msg: str) -> None:
-        self._refuse(self._error or malformed_request())
 
     def _refuse(self, error: GatewayError) -> None:
         """Answer and close. Within the answer to an earlier request nothing can be said: close after that one."""

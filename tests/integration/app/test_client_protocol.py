@@ -1,0 +1,93 @@
+"""What a client's bytes are taken for: upgrades that are offered, framing that is not understood, paths."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from typing import Any
+
+import pytest
+
+from tests.integration.app.conftest import read_response, run_gateway
+from tests.integration.app.fake_worker import MODEL
+
+BODY = json.dumps({"model": MODEL, "padding": "x" * 300}).encode()
+OFFERS = {
+    "h2c": b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABkAAQCAAAAAAIAAAAA\r\n",
+    "websocket": b"connection: upgrade\r\nupgrade: websocket\r\nsec-websocket-version: 13\r\n",
+    "two lines": b"connection: keep-alive\r\nconnection: upgrade\r\nupgrade: foo/2\r\nupgrade: h2c\r\n",
+}
+FRAMINGS = {
+    "length": (b"content-length: %d\r\n" % len(BODY), BODY),
+    "chunked": (
+        b"transfer-encoding: chunked\r\n",
+        b"%x\r\n%b\r\n%x;a=b\r\n%b\r\n0\r\n\r\n" % (100, BODY[:100], len(BODY) - 100, BODY[100:]),
+    ),
+}
+
+
+@pytest.mark.parametrize("bytewise", [False, True], ids=["whole", "byte by byte"])
+@pytest.mark.parametrize("framing", FRAMINGS)
+@pytest.mark.parametrize("offer", OFFERS)
+async def test_an_offer_to_upgrade_is_ignored(workers: Any, offer: str, framing: str, bytewise: bool) -> None:
+    (worker,) = await workers("pod-0")
+    length, body = FRAMINGS[framing]
+    whole = b"POST /v1/completions?a=b HTTP/1.1\r\nhost: g\r\n%b%b\r\n%b" % (OFFERS[offer], length, body)
+    async with run_gateway(worker) as running, asyncio.timeout(10):
+        reader, writer = await running.raw(b"")
+        for number in range(3):
+            if bytewise:
+                for i in range(len(whole)):
+                    writer.write(whole[i : i + 1])
+                    await asyncio.sleep(0)
+            else:
+                writer.write(whole)
+            status, headers, _ = await read_response(reader)
+            assert (status, headers.get("connection")) == (200, None)
+            call = worker.calls[number]
+            assert (call.target, call.body) == ("/v1/completions?a=b", BODY)
+            assert not {"upgrade", "http2-settings"} & set(call.headers)
+        writer.write(whole + whole)  # and in a pipeline
+        assert [(await read_response(reader))[0] for _ in range(2)] == [200, 200]
+        writer.close()
+    assert [call.body for call in worker.calls] == [BODY] * 5
+
+
+async def test_a_web_socket_is_refused_in_the_envelope(workers: Any) -> None:
+    (worker,) = await workers("pod-0")
+    async with run_gateway(worker) as running, asyncio.timeout(5):
+        reader, writer = await running.raw(b"")
+        for path in (b"/v1/realtime?model=tiny", b"/v1/chat/completions"):
+            writer.write(b"GET %b HTTP/1.1\r\nhost: g\r\n%b\r\n" % (path, OFFERS["websocket"]))
+            status, headers, body = await read_response(reader)
+            assert (status, headers["content-type"]) == (404 if b"realtime" in path else 405, "application/json")
+            assert json.loads(body)["error"]["code"] in ("not_found", "method_not_allowed")
+        writer.close()
+
+
+async def test_connect_is_refused(workers: Any) -> None:
+    (worker,) = await workers("pod-0")
+    async with run_gateway(worker) as running, asyncio.timeout(5):
+        reader, writer = await running.raw(b"CONNECT example.org:443 HTTP/1.1\r\nhost: example.org\r\n\r\n\x16\x03")
+        status, _, body = await read_response(reader)
+        assert (status, json.loads(body)["error"]["code"]) == (405, "method_not_allowed")
+        assert await reader.read() == b""
+        writer.close()
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
+async def test_curl_offers_http2(workers: Any) -> None:
+    (worker,) = await workers("pod-0")
+    async with run_gateway(worker) as running:
+        process = await asyncio.create_subprocess_exec(
+            *("curl", "--silent", "--show-error", "--http2", "--max-time", "5", "--noproxy", "*"),
+            *("--header", "content-type: application/json", "--data-binary", BODY.decode()),
+            *("--write-out", "\n%{http_code}", f"{running.base_url}/v1/completions"),
+            stdout=asyncio.subprocess.PIPE,
+        )
+        out, _ = await process.communicate()
+        assert process.returncode == 0
+        assert b"from pod-0" in out
+        assert out.splitlines()[-1] == b"200"
+    assert worker.calls[0].body == BODY
