@@ -164,7 +164,7 @@ class GmsClient:
                     device=device,
                     fds=1,
                 )
-                self._call(hello, protocol.Welcome, wait_seconds=timeout_seconds, fds=[pidfd])
+                self._call(hello, protocol.Welcome, wait_seconds=timeout_seconds, grace_seconds=0.0, fds=[pidfd])
             finally:
                 os.close(pidfd)
         except BaseException:
@@ -182,8 +182,10 @@ class GmsClient:
         request = protocol.Attach(pool=pool, mode=mode, epoch=epoch, timeout_seconds=timeout_seconds)
         return Lease(self, pool, self._call(request, protocol.Granted, wait_seconds=timeout_seconds))
 
-    def status(self) -> Status:
-        return self._call(protocol.GetStatus(), protocol.StatusReply).status
+    def status(self, *, timeout_seconds: float = REPLY_GRACE_SECONDS) -> Status:
+        """Pools, leases and bytes as they are now. Raises GmsError: no answer within `timeout_seconds`."""
+        request = protocol.GetStatus()
+        return self._call(request, protocol.StatusReply, grace_seconds=timeout_seconds).status
 
     def fileno(self) -> int:
         """The connection, to watch for EOF: the service is gone then. Read nothing from it."""
@@ -219,6 +221,7 @@ class GmsClient:
         reply_type: type[_R],
         *,
         wait_seconds: float = 0.0,
+        grace_seconds: float = REPLY_GRACE_SECONDS,
         fds: list[int] | None = None,
         received: list[int] | None = None,
     ) -> _R:
@@ -227,7 +230,7 @@ class GmsClient:
         got: list[int] = []
         with self._lock:
             self._usable()
-            deadline = time.monotonic() + wait_seconds + REPLY_GRACE_SECONDS
+            deadline = time.monotonic() + wait_seconds + grace_seconds
             try:
                 self._send(frame, fds or [], deadline)
                 reply = protocol.decode_reply(self._receive(got, deadline))

@@ -272,7 +272,7 @@ class PodSupervisor:
                 client="probe",
                 timeout_seconds=timeout,
             ) as client:
-                client.status()
+                client.status(timeout_seconds=timeout)
 
         try:
             await in_daemon_thread(ask, name="probe-gms")
