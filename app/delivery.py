@@ -33,6 +33,11 @@ class Delivery:
     def delivered(self) -> bool:
         return self._delivered
 
+    @property
+    def head_sent(self) -> bool:
+        """From here on nothing can be a status any more."""
+        return self._head_sent
+
     def events(self, status: int, headers: list[Header], events: bytes) -> None:
         if not self._delivered:
             self._begin_delivery()

@@ -31,6 +31,10 @@ STALL_LIMITS_WITHOUT_ALTERNATIVE = 3
 """A silent worker is left at the limit only for another one. Alone it gets this many limits: by then (180 s) its keeper
 has replaced an engine that is stuck (120 s without a step), and the request ran again there."""
 
+DECIDING_SECONDS = 1.0
+"""A first keep-alive that is due so shortly before the wait for a worker ends, or after it, holds back: it would take
+the answer's real status away. And so long a worker may take to refuse."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RelayLimits:
@@ -95,6 +99,9 @@ class Exchange:
         """Replicas that took nothing just now, and until when they are left alone."""
         self._rest_seconds = RESELECT_PAUSE_SECONDS
         self._waiting_since = 0.0
+        """When the search for a worker that takes the request began; 0 once one took it. Later by the time that workers
+        spent on it before they refused after all."""
+        self._attempt_since = 0.0
         self._attempt: Attempt | None = None
         self._pending: asyncio.Future[object] | None = None
         self._stopped: ClientGone | GatewayError | None = None
@@ -127,6 +134,7 @@ class Exchange:
             request.headers, length=len(request.body), client_id=request.request_id, gateway_id=request.gateway_id
         )
         while True:
+            self._waiting_since = self._waiting_since or time.monotonic()
             replica = self._select()
             if replica is None:
                 await self._wait_for_worker()
@@ -175,9 +183,7 @@ class Exchange:
 
     def _rest(self, replica: Replica) -> None:
         """This replica took nothing: leave it alone for a moment. Costs no attempt, but time of the wait."""
-        now = time.monotonic()
-        self._waiting_since = self._waiting_since or now
-        self._resting[replica.key] = now + self._rest_seconds
+        self._resting[replica.key] = time.monotonic() + self._rest_seconds
         self._rest_seconds = min(self._rest_seconds * 1.5, RESELECT_PAUSE_LIMIT_SECONDS)
 
     def _broke(self, replica: Replica, reason: str) -> None:
@@ -190,7 +196,6 @@ class Exchange:
 
     async def _wait_for_worker(self) -> None:
         now = time.monotonic()
-        self._waiting_since = self._waiting_since or now
         remaining = self._waiting_since + self._limits.wait_for_worker - now
         if remaining <= 0:
             raise no_worker(self._limits.wait_for_worker, self._request.model)
@@ -216,6 +221,7 @@ class Exchange:
         request = self._request
         attempt = Attempt(replica, connection, request.route, self._delivery, max_held=self._limits.max_held_bytes)
         self._attempt = attempt
+        self._attempt_since = time.monotonic()
         self._report.attempts += 1
         self._report.worker = replica.key.worker
         head = b"POST %b HTTP/1.1\r\nhost: %b\r\n" % (request.target, str(replica.address).encode("ascii", "replace"))
@@ -225,6 +231,9 @@ class Exchange:
         self._attempt = None
         if verdict in (Verdict.RESELECT, Verdict.UNSENT, Verdict.STALE):
             self._report.attempts -= 1  # nothing was started there
+            spent = time.monotonic() - self._attempt_since
+            if spent > DECIDING_SECONDS:  # queued there, until the engine died: this was no search
+                self._waiting_since += spent
         else:
             self._waiting_since = 0.0
         return verdict, attempt.reason
@@ -275,7 +284,7 @@ class Exchange:
         limits = self._limits
         due = now + min(limits.first_byte, limits.stall)
         if self._request.streaming:
-            due = min(due, max(self._delivery.sent_at + limits.keepalive, now + 0.05))
+            due = min(due, max(self._keep_alive_due(now), now + 0.05))
         if self._attempt is not None and not self._paused:
             due = min(due, max(self._silent_until(self._attempt), now + 0.05))
         self._timer = asyncio.get_running_loop().call_later(max(0.001, due - now), self._tick)
@@ -283,11 +292,21 @@ class Exchange:
     def _tick(self) -> None:
         now = time.monotonic()
         self._timer = None
-        if self._request.streaming and now >= self._delivery.sent_at + self._limits.keepalive and not self._paused:
+        if self._request.streaming and now >= self._keep_alive_due(now) and not self._paused:
             self._delivery.keep_alive()
         if self._attempt is not None and not self._paused and now >= self._silent_until(self._attempt):
             self._check_silence(self._attempt, now)
         self._arm()
+
+    def _keep_alive_due(self, now: float) -> float:
+        """The search for a worker is decided first, if it ends about when the first keep-alive is due. A worker that
+        has the request may refuse it too; one that has not within a moment is taken to be at work."""
+        due = self._delivery.sent_at + self._limits.keepalive
+        if self._delivery.head_sent or not self._waiting_since:
+            return due
+        if self._waiting_since + self._limits.wait_for_worker > due + DECIDING_SECONDS:
+            return due
+        return max(due, (now if self._attempt is None else self._attempt_since) + DECIDING_SECONDS)
 
     def _limit(self, attempt: Attempt) -> float:
         return self._limits.stall if attempt.responded else self._limits.first_byte

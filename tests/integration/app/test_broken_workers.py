@@ -304,6 +304,53 @@ async def test_no_worker_in_time(workers: Any) -> None:
         assert (await running.client.get("/v1/models")).json()["data"] == []
 
 
+@pytest.mark.parametrize("case", ["down", "full", "full and slow", "does not listen"])
+async def test_the_status_of_a_wait_in_vain_is_not_left_to_chance(workers: Any, case: str) -> None:
+    """By default the first keep-alive is due when the wait ends; the status comes first."""
+    (worker,) = await workers("pod-0")
+
+    async def refuses_slowly(call: Call) -> None:
+        await asyncio.sleep(0.12)
+        await reselects()(call)
+
+    worker.default = refuses_slowly if case == "full and slow" else reselects()
+    async with run_gateway(worker, wait_for_worker_seconds=0.3, keepalive_seconds=0.3) as running:
+        if case == "down":
+            await worker.die()
+            await running.until(lambda: running.state(worker) is WorkerState.DOWN)
+        elif case == "does not listen":
+            worker.stop_listening()
+        answers = await asyncio.gather(*(running.chat(stream=number % 4 > 0) for number in range(40)))
+        statuses = {(answer.status_code, answer.headers.get("retry-after")) for answer in answers}
+        assert statuses == {(503, "1")}
+
+
+async def test_a_longer_wait_has_keep_alives(workers: Any) -> None:
+    (worker,) = await workers("pod-0")
+    await worker.die()
+    async with run_gateway(worker, wait_for_worker_seconds=1.5, keepalive_seconds=0.2) as running:
+        answer = await running.chat(stream=True)
+        assert answer.status_code == 200
+        assert answer.content.startswith(b": keep-alive\n\n" * 3)
+        assert b"no_worker" in answer.content
+        assert answer.content.endswith(DONE)
+
+
+async def test_time_at_a_worker_is_no_search(workers: Any) -> None:
+    """The engine dies with a request in its queue for longer than a search may take: the search only begins then."""
+    one, two = await workers("pod-0", "pod-1")
+
+    async def refuses_late(call: Call) -> None:
+        await asyncio.sleep(1.2)
+        await reselects()(call)
+
+    one.will(refuses_late)
+    await two.die()
+    async with run_gateway(one, two, wait_for_worker_seconds=0.6) as running:
+        assert (await running.chat()).status_code == 200
+        assert len(one.calls) == 2
+
+
 async def test_a_model_of_a_worker_that_is_down_is_waited_for(workers: Any) -> None:
     (one,) = await workers("pod-0", models=("a",))
     (two,) = await workers("pod-1", models=("b",))
