@@ -222,6 +222,10 @@ class WorkerRegistry:
         self._waiters.add(waiter)
         return waiter
 
+    def look_again(self) -> None:
+        """What a waiter accepts may have changed, not by a fact about a worker: wake whom it concerns, oldest first."""
+        self._wake()
+
     def forget(self, waiter: Waiter) -> None:
         self._waiters.discard(waiter)
 

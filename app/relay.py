@@ -15,18 +15,20 @@ from typing import TypeVar
 from app.attempt import Attempt, Verdict
 from app.delivery import Delivery
 from app.downstream import ClientGone, Downstream
+from app.fullness import FullReplicas
 from app.headers import upstream_headers
 from app.liveness import ReplicaKey, clears_suspicion
-from app.openai.errors import GatewayError, model_not_found, no_worker, worker_lost
-from app.registry import Replica, WorkerRegistry
+from app.openai.errors import GatewayError, model_not_found, no_worker, worker_lost, workers_full
+from app.registry import Replica, Waiter, WorkerRegistry
 from app.relayed import RelayRequest, Report
 from app.routing import RoundRobinRouter
 from app.upstream import UpstreamConnection, UpstreamError
 
 T = TypeVar("T")
 
-RESELECT_PAUSE_SECONDS = 0.05
-RESELECT_PAUSE_LIMIT_SECONDS = 0.25
+REST_SECONDS = 0.05
+"""How long a replica that could not be reached is left alone by the request, at first; and at most."""
+REST_LIMIT_SECONDS = 0.25
 STALL_LIMITS_WITHOUT_ALTERNATIVE = 3
 """A silent worker is left at the limit only for another one. Alone it gets this many limits: by then (180 s) its keeper
 has replaced an engine that is stuck (120 s without a step), and the request ran again there."""
@@ -55,6 +57,7 @@ class Relay:
         self.registry = registry
         self.router = router
         self.limits = limits
+        self.full = FullReplicas()
         self._exchanges: set[Exchange] = set()
         self._arrivals = 0
 
@@ -84,6 +87,7 @@ class Exchange:
     ) -> None:
         self._registry = relay.registry
         self._router = relay.router
+        self._full = relay.full
         self._limits = relay.limits
         self._request = request
         self._downstream = downstream
@@ -96,8 +100,10 @@ class Exchange:
         """Replicas that closed an idle connection under this request: it gets new ones there from now on, and on those
         an end is a break. Otherwise a request that kills its worker at once would cost nothing per idle connection."""
         self._resting: dict[ReplicaKey, float] = {}
-        """Replicas that took nothing just now, and until when they are left alone."""
-        self._rest_seconds = RESELECT_PAUSE_SECONDS
+        """Replicas that could not be reached just now, and until when they are left alone."""
+        self._turned_away: set[ReplicaKey] = set()
+        """Replicas whose last word to this request was that they are full."""
+        self._rest_seconds = REST_SECONDS
         self._waiting_since = 0.0
         """When the search for a worker that takes the request began; 0 once one took it. Later by the time that workers
         spent on it before they refused after all."""
@@ -148,7 +154,10 @@ class Exchange:
             if verdict is Verdict.FINISHED:
                 self._downstream.end()
                 return
-            if verdict in (Verdict.RESELECT, Verdict.UNSENT):
+            if verdict is Verdict.RESELECT:
+                self._turned_away.add(replica.key)
+                self._full.refused(replica.key, time.monotonic())
+            elif verdict is Verdict.UNSENT:
                 self._rest(replica)
             elif verdict is Verdict.STALE:
                 self._stale.add(replica.key)
@@ -168,7 +177,7 @@ class Exchange:
 
     def _excluded(self) -> set[Hashable]:
         """Replicas to avoid while there are others."""
-        return {*self._broken, *self._resting}
+        return {*self._broken, *self._resting, *self._full.resting(time.monotonic())}
 
     def _accepts(self, replica: Replica) -> bool:
         """Whether this replica may be tried, if it is routable.
@@ -176,19 +185,21 @@ class Exchange:
         One that broke under this request may be tried again once its watch has spoken later than the break: it lived
         on, and only a connection, or the network, had failed. Attempts stay limited.
         """
-        if replica.key in self._resting:
+        if replica.key in self._resting or self._full.rests(replica.key, time.monotonic()):
             return False
         broke_at = self._broken.get(replica.key)
         return broke_at is None or clears_suspicion(broke_at, replica.line_at)
 
     def _rest(self, replica: Replica) -> None:
-        """This replica took nothing: leave it alone for a moment. Costs no attempt, but time of the wait."""
+        """This replica was not reached: leave it alone for a moment. Costs no attempt, but time of the wait."""
+        self._turned_away.discard(replica.key)
         self._resting[replica.key] = time.monotonic() + self._rest_seconds
-        self._rest_seconds = min(self._rest_seconds * 1.5, RESELECT_PAUSE_LIMIT_SECONDS)
+        self._rest_seconds = min(self._rest_seconds * 1.5, REST_LIMIT_SECONDS)
 
     def _broke(self, replica: Replica, reason: str) -> None:
         """The worker broke under the request. Go on if the client has seen nothing, first of all elsewhere."""
         self._broken[replica.key] = time.monotonic()
+        self._turned_away.discard(replica.key)
         self._waiting_since = 0.0
         if self._delivery.delivered or self._report.attempts >= self._limits.attempts:
             raise worker_lost(reason)
@@ -198,11 +209,15 @@ class Exchange:
         now = time.monotonic()
         remaining = self._waiting_since + self._limits.wait_for_worker - now
         if remaining <= 0:
-            raise no_worker(self._limits.wait_for_worker, self._request.model)
-        if self._resting:
-            remaining = min(remaining, max(0.001, min(self._resting.values()) - now))
+            raise self._in_vain(now)
+        rests = [*self._resting.values()]
+        round_at = self._full.next_round(now)
+        if round_at is not None:
+            rests.append(round_at)
+        if rests:
+            remaining = min(remaining, max(0.001, min(rests) + 0.001 - now))  # timers have whole milliseconds
         waiter = self._registry.wait(self._order, self._request.model, self._accepts)
-        alarm = asyncio.get_running_loop().call_later(remaining, _resolve, waiter.future)
+        alarm = asyncio.get_running_loop().call_later(remaining, self._wake, waiter)
         try:
             await self._wait(waiter.future)
         finally:
@@ -210,6 +225,23 @@ class Exchange:
             self._registry.forget(waiter)
         now = time.monotonic()
         self._resting = {key: until for key, until in self._resting.items() if until > now}
+
+    def _wake(self, waiter: Waiter) -> None:
+        """The first alarm of a round wakes all, oldest first: none gets ahead because its timer was a bit earlier."""
+        if waiter.future.done():
+            return
+        self._registry.look_again()
+        if not waiter.future.done():
+            waiter.future.set_result(None)
+
+    def _in_vain(self, now: float) -> GatewayError:
+        """Why nobody took the request: full, if that is what all workers said that it could still go to."""
+        waited, model = self._limits.wait_for_worker, self._request.model
+        asked = {replica.key for replica in self._registry.candidates(model)}
+        full = asked & (self._turned_away | self._full.resting(now))
+        return (
+            workers_full(waited, model) if full and not asked - full - set(self._broken) else no_worker(waited, model)
+        )
 
     async def _connect(self, replica: Replica) -> UpstreamConnection | None:
         try:
@@ -236,6 +268,8 @@ class Exchange:
                 self._waiting_since += spent
         else:
             self._waiting_since = 0.0
+            if verdict is Verdict.FINISHED:
+                self._full.took(replica.key)
         return verdict, attempt.reason
 
     async def _wait(self, future: asyncio.Future[T]) -> T:
@@ -326,8 +360,3 @@ class Exchange:
 
 def _key(replica: Replica) -> ReplicaKey:
     return replica.key
-
-
-def _resolve(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)

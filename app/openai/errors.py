@@ -101,6 +101,19 @@ def overloaded(limit: int) -> GatewayError:
     )
 
 
+def workers_full(waited_seconds: float, model: str) -> GatewayError:
+    serving = f" that serves the model {model[:200]!r}" if model else ""
+    return GatewayError(
+        429,
+        "overloaded",
+        f"Every worker{serving} is full, and none had room within {waited_seconds:g} s; try again shortly.",
+        type="rate_limit_error",
+        fault="client",
+        retryable=True,
+        headers=(*_RETRY_SOON, (b"retry-after-ms", b"500")),
+    )
+
+
 def model_not_found(model: str) -> GatewayError:
     return GatewayError(
         404,

@@ -274,9 +274,53 @@ async def test_a_worker_that_stays_full(workers: Any) -> None:
     (worker,) = await workers("pod-0")
     worker.default = reselects()
     async with run_gateway(worker, wait_for_worker_seconds=0.5) as running:
-        answer = await running.chat()
-        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_worker")
-        assert len(worker.calls) < 12
+        for stream in (False, True):
+            answer = await running.chat(stream=stream)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (429, "overloaded")
+            assert (answer.headers["retry-after"], answer.headers["retry-after-ms"]) == ("1", "500")
+        assert len(worker.calls) < 20
+
+
+@pytest.mark.parametrize(("other", "status"), [("down", 429), ("broken", 429), ("unreachable", 503)])
+async def test_full_is_said_only_if_all_that_live_are_full(workers: Any, other: str, status: int) -> None:
+    full, worker = await workers("pod-0", "pod-1")
+    full.default, worker.default = reselects(), cuts()
+    async with run_gateway(full, worker, wait_for_worker_seconds=0.4) as running:
+        await running.until(lambda: len(running.gateway.registry.candidates(MODEL)) == 2)
+        if other == "down":
+            await worker.die()
+            await running.until(lambda: running.state(worker) is WorkerState.DOWN)
+        elif other == "unreachable":
+            worker.stop_listening()
+        else:
+            worker.heartbeat = False
+        assert (await running.chat()).status_code == status
+
+
+async def test_waiting_for_room_oldest_first(workers: Any) -> None:
+    """A worker with room for one; those who wait are served in the order in which they came."""
+    (worker,) = await workers("pod-0")
+    room, taken = True, []
+
+    async def takes_one(call: Call) -> None:
+        nonlocal room
+        if not room:
+            await reselects()(call)
+            return
+        room = False
+        taken.append(call.json["tag"])
+        await asyncio.sleep(0.02)
+        await answers()(call)
+        room = True
+
+    worker.default = takes_one
+    async with run_gateway(worker, wait_for_worker_seconds=20) as running:
+        asked = []
+        for number in range(8):
+            asked.append(asyncio.create_task(running.chat(tag=number)))
+            await running.until(lambda n=number: running.gateway.admission.inflight + len(taken) > n)
+        assert {answer.status_code for answer in await asyncio.gather(*asked)} == {200}
+    assert taken == sorted(taken)
 
 
 async def test_waiting_for_a_worker(workers: Any) -> None:
@@ -322,7 +366,7 @@ async def test_the_status_of_a_wait_in_vain_is_not_left_to_chance(workers: Any, 
             worker.stop_listening()
         answers = await asyncio.gather(*(running.chat(stream=number % 4 > 0) for number in range(40)))
         statuses = {(answer.status_code, answer.headers.get("retry-after")) for answer in answers}
-        assert statuses == {(503, "1")}
+        assert statuses == {(429 if case.startswith("full") else 503, "1")}
 
 
 async def test_a_longer_wait_has_keep_alives(workers: Any) -> None:

@@ -12,6 +12,7 @@ CASES: list[tuple[GatewayError, int, str, dict[bytes, bytes]]] = [
     (errors.drain_overran(), 503, "draining", {b"retry-after": b"1", b"connection": b"close"}),
     (errors.no_worker(15, "m"), 503, "no_worker", {b"retry-after": b"1"}),
     (errors.overloaded(4), 429, "overloaded", {b"retry-after": b"1", b"retry-after-ms": b"500"}),
+    (errors.workers_full(15, "m"), 429, "overloaded", {b"retry-after": b"1", b"retry-after-ms": b"500"}),
     (errors.model_not_found("m"), 404, "model_not_found", {}),
     (errors.head_too_large(4), 431, "head_too_large", {b"connection": b"close"}),
     (errors.head_too_slow(4), 408, "request_timeout", {b"connection": b"close"}),
