@@ -32,6 +32,9 @@ from app.settings import GatewaySettings
 
 logger = logging.getLogger(__name__)
 
+_MODEL_PATHS = b"/v1/models/"
+"""The only paths with something in them to be percent-encoded: a model's name."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gateway:
@@ -55,7 +58,7 @@ class GatewayApp(FastAPI):
         if scope["type"] != "http":
             await super().__call__(scope, receive, send)
             return
-        endpoint = self.endpoints.get(scope["path"])
+        endpoint = self.endpoints.get(scope["raw_path"].decode("latin-1"))
         if endpoint is not None and scope["method"] == "POST":
             await endpoint(scope, receive, send)
             return
@@ -66,6 +69,11 @@ class GatewayApp(FastAPI):
                 message["headers"] = [*message["headers"], (REQUEST_ID, request_id)]
             await send(message)
 
+        raw_path: bytes = scope["raw_path"]
+        if b"%" in raw_path and not raw_path.startswith(_MODEL_PATHS):
+            # Routes are matched as they are written: a proxy's rules about paths must mean the same as ours.
+            await _answer(not_found(raw_path.decode("latin-1")))(scope, receive, send_with_id)
+            return
         await super().__call__(scope, receive, send_with_id)
 
 

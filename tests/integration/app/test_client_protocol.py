@@ -91,3 +91,37 @@ async def test_curl_offers_http2(workers: Any) -> None:
         assert b"from pod-0" in out
         assert out.splitlines()[-1] == b"200"
     assert worker.calls[0].body == BODY
+
+
+@pytest.mark.parametrize(
+    ("method", "target", "status"),
+    [
+        ("POST", "/v1%2fcompletions", 404),
+        ("POST", "/v1%2Fcompletions?x=%2f", 404),
+        ("POST", "/%761/completions", 404),
+        ("GET", "/v1%2fcompletions", 404),
+        ("POST", "/v1/completions%3fx", 404),
+        ("POST", "/v1/../v1/completions", 404),
+        ("POST", "//v1/completions", 404),
+        ("GET", "/%68ealth", 404),
+        ("GET", "/v1%2fmodels", 404),
+        ("GET", "/v1%2fmodels/org%2ftiny", 404),
+        ("GET", "/v1/models/org%2ftiny", 200),
+        ("GET", "/v1/models/org/tiny", 200),
+        ("POST", "/v1/completions?x=%2f", 200),
+    ],
+)
+async def test_paths_mean_what_is_written(workers: Any, method: str, target: str, status: int) -> None:
+    (worker,) = await workers("pod-0", models=(MODEL, "org/tiny"))
+    body = BODY if method == "POST" else b""
+    async with run_gateway(worker) as running, asyncio.timeout(5):
+        await running.until(lambda: bool(running.gateway.registry.candidates(MODEL)))
+        head = f"{method} {target} HTTP/1.1\r\nhost: g\r\ncontent-length: {len(body)}\r\n\r\n"
+        reader, writer = await running.raw(head.encode() + body)
+        found, headers, answer = await read_response(reader)
+        assert found == status
+        assert headers["x-request-id"]
+        if status == 404:
+            assert json.loads(answer)["error"]["code"] == "not_found"
+        writer.close()
+    assert [call.target for call in worker.calls] == ([target] if (method, status) == ("POST", 200) else [])
