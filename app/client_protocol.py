@@ -2,6 +2,7 @@
 
 * Its own errors have the envelope of all others.
 * A request's head is bounded, in size and in time; the body's bounds are the endpoint's.
+* A transfer coding other than chunked alone is refused: the parser undoes no other one, nor would a worker.
 * An offer to upgrade is ignored, as RFC 9110 section 7.8 allows. The parser cannot be told so: after a head with an
   offer it takes the message for ended and what follows for another protocol. So such a head is read a second time, by a
   fresh parser and without the offer, and only that second reading starts a request.
@@ -20,7 +21,14 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.server import ServerState
 
 from app.asgi import WRITTEN
-from app.openai.errors import GatewayError, head_too_large, head_too_slow, malformed_request, method_not_allowed
+from app.openai.errors import (
+    GatewayError,
+    head_too_large,
+    head_too_slow,
+    malformed_request,
+    method_not_allowed,
+    unknown_transfer_encoding,
+)
 
 MAX_HEAD_BYTES = 64 * 1024
 HEAD_SECONDS = 30.0
@@ -120,6 +128,10 @@ class ClientProtocol(HttpToolsProtocol):
         if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > MAX_HEAD_BYTES:
             self._error = head_too_large(MAX_HEAD_BYTES)
             raise self._error  # the parser stops, and feeding it raises
+        codings = [value for name, value in self.headers if name == b"transfer-encoding"]
+        if codings and [value.strip().lower() for value in codings] != [b"chunked"]:
+            self._error = unknown_transfer_encoding(b", ".join(codings).decode("latin-1"))
+            raise self._error
         if self.parser.should_upgrade():
             if self.parser.get_method() == b"CONNECT":  # always an upgrade, to the parser
                 self._error = method_not_allowed("CONNECT", self.url.decode("latin-1"), [])

@@ -71,9 +71,10 @@ def check_headers(headers: list[Header], max_body_bytes: int) -> None:
     content_type = find(headers, b"content-type") or b""
     if content_type.partition(b";")[0].strip().lower() == RESUME_CONTENT_TYPE:
         raise unsupported_media_type(RESUME_CONTENT_TYPE.decode())
-    encoding = (find(headers, b"content-encoding") or b"identity").strip().lower()
-    if encoding != b"identity":
-        raise invalid_json(f"content-encoding {encoding.decode('latin-1')!r} is not supported; send it uncompressed")
+    for name, value in headers:
+        if name == b"content-encoding" and value.strip().lower() not in (b"", b"identity"):
+            said = value[:100].decode("latin-1")
+            raise invalid_json(f"content-encoding {said!r} is not supported; send it uncompressed")
     length = find(headers, b"content-length")
     if length is not None and length.isdigit() and int(length) > max_body_bytes:
         raise body_too_large(max_body_bytes)

@@ -241,6 +241,17 @@ def malformed_request() -> GatewayError:
     )
 
 
+def unknown_transfer_encoding(given: str) -> GatewayError:
+    return GatewayError(
+        501,
+        "unsupported_transfer_encoding",
+        f"The transfer encoding {given[:100]!r} is not understood here; send chunked alone, or a content-length.",
+        type="invalid_request_error",
+        fault="client",
+        headers=((b"connection", b"close"),),
+    )
+
+
 def internal() -> GatewayError:
     return GatewayError(
         500,

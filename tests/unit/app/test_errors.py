@@ -25,6 +25,7 @@ CASES: list[tuple[GatewayError, int, str, dict[bytes, bytes]]] = [
     (errors.not_found("/x"), 404, "not_found", {}),
     (errors.method_not_allowed("PUT", "/x", ["GET"]), 405, "method_not_allowed", {b"allow": b"GET"}),
     (errors.malformed_request(), 400, "malformed_request", {b"connection": b"close"}),
+    (errors.unknown_transfer_encoding("gzip"), 501, "unsupported_transfer_encoding", {b"connection": b"close"}),
     (errors.internal(), 500, "internal_error", {}),
     (errors.from_status(422, "why"), 400, "bad_request", {}),
     (errors.from_status(418, "why"), 418, "bad_request", {}),
