@@ -31,7 +31,6 @@ class GatewaySettings(BaseSettings):
 
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0: all of the machine."""
-    """Address to listen on; 0.0.0.0: all of the machine."""
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     """Port to listen on. 0: any free one; the log line and ``gateway.json`` say which."""
     workers: Annotated[tuple[Address, ...], NoDecode, BeforeValidator(_addresses)] = (Address("127.0.0.1", 8100),)
@@ -40,7 +39,6 @@ class GatewaySettings(BaseSettings):
     wait_for_worker_seconds: Seconds = 15.0
     """How long a request waits while no worker takes it, before it is answered with 503 ``no_worker``."""
     connect_timeout_seconds: Seconds = 2.0
-    """How long connecting to a worker may take."""
     """How long connecting to a worker may take."""
     first_byte_timeout_seconds: Seconds = 60.0
     """Silence allowed before an answer begins; starts again whenever the worker's ``steps`` advance."""
@@ -57,13 +55,11 @@ class GatewaySettings(BaseSettings):
 
     max_body_bytes: Annotated[int, Field(ge=1024, le=1 << 31)] = 32 * MIB
     """Largest body of a request; a larger one is answered with 413."""
-    """Largest body of a request; a larger one is answered with 413."""
     max_held_bytes: Annotated[int, Field(ge=1024, le=1 << 30)] = 4 * MIB
     """A complete (non-streaming) answer up to this size is held back until it is whole, so that a worker's death in the
     middle of it stays invisible. A larger one is passed on as it comes."""
     max_inflight: Annotated[int, Field(ge=1, le=1 << 20)] = 4096
     """Most requests at a time; one more is answered with 429."""
-    """Most requests at a time; one more is answered with 503 and ``Retry-After``."""
     attempt_limit: Annotated[int, Field(ge=1, le=100)] = 3
     """How often a request is started, in all, when workers break under it before anything was delivered."""
     drain_timeout_seconds: Annotated[
@@ -82,9 +78,7 @@ class GatewaySettings(BaseSettings):
 
     log_format: Literal["console", "json"] = "console"
     """Lines for people, or one JSON object a line."""
-    """Lines for people, or one JSON object a line."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """Least level that is logged."""
     """Least level that is logged."""
     parent_pid: Annotated[int, Field(ge=1)] | None = None
     """Die when this process, the parent, dies. Set by whoever starts us on one machine; unset in a container."""
