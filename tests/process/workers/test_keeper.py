@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.processes import gone
+
 pytestmark = pytest.mark.process
 
 KEEPER = """
@@ -105,18 +107,6 @@ def kept(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Kept]:
     kept.process.wait()
     assert kept.process.stdout
     kept.process.stdout.close()
-
-
-def gone(pid: int, *, within: float = 5.0) -> bool:
-    """Whether the process ends in time; it is not our child, so its pidfd tells."""
-    try:
-        pidfd = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    try:
-        return bool(select.select([pidfd], [], [], within)[0])
-    finally:
-        os.close(pidfd)
 
 
 @pytest.mark.parametrize("kept", ["good"], indirect=True)
