@@ -107,14 +107,18 @@ class EngineLife:
         try:
             code = await self._until_over()
         except EngineDeadError as error:
-            # Nothing of it is worth an orderly end, and its requests wait for the other one: the kernel clears up.
-            self._vitals.fail(str(error))
-            end_process(ExitCode.ENGINE_DEAD)
+            self._die(error)
         try:
             await self._shut_down_engine()
         finally:
             self._lock.close()
         return ExitCode.FORCED if self._overran and code is ExitCode.DRAINED else code
+
+    def _die(self, error: EngineDeadError) -> NoReturn:
+        """Nothing of a dead engine is worth an orderly end, and its requests wait for the other one: end now, and let
+        the kernel clear up."""
+        self._vitals.fail(str(error))
+        end_process(ExitCode.ENGINE_DEAD)
 
     async def _until_over(self) -> ExitCode:
         """Through the states, to the end of this life; its reason has been logged.
@@ -232,6 +236,8 @@ class EngineLife:
                         self._settings.drain_timeout_seconds,
                     )
                 raise
+            except EngineDeadError as error:
+                self._die(error)  # here, and not when the server has taken its leave of every client
             finally:
                 serving.close_watches()
 

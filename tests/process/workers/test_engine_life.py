@@ -6,6 +6,8 @@ import contextlib
 import os
 import signal
 import socket
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +22,27 @@ from workers.ports import PortReservation
 pytestmark = pytest.mark.process
 
 INSTANCE = "test-instance"
+
+
+DOOMED = """
+import asyncio, signal, sys
+from workers import factory
+from workers.engines.sim import SimFault
+from workers.logs import configure_logging
+from workers.settings import EngineSettings
+
+build = factory.build_engine
+
+def build_doomed(settings, *, runtime_dir):
+    engine = build(settings, runtime_dir=runtime_dir)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, engine.inject, SimFault.DEAD)
+    return engine
+
+factory.build_engine = build_doomed
+configure_logging(form="console", level="info")
+sys.exit(factory.run_engine_process(EngineSettings(keeper=False)))
+"""
+"""An engine that dies, without its process, on SIGUSR1."""
 
 
 class Pair:
@@ -170,6 +193,30 @@ def test_a_draining_engine_ends_its_streams_and_takes_no_new_requests(pair: Pair
         assert refused.json()["error"]["code"] == "draining"
         assert [line for line in lines if line][-1] == "data: [DONE]"
     assert a.wait() == 0
+
+
+def test_an_engine_that_finds_itself_dead_ends_at_once_and_says_nothing_more(pair: Pair) -> None:
+    pair.gms()
+    env = {**pair.env, "HOTSPARE_ADMIN_PORT": str(pair.admin["a"]), "HOTSPARE_SIM_TOKEN_SECONDS": "0.05"}
+    doomed = Process("doomed", [sys.executable, "-c", DOOMED], env=env, log=pair.run_dir / "doomed.log")
+    pair.stack.callback(doomed.end)
+    until_role(pair.admin["a"], Role.ACTIVE)
+    pair.engine("b")
+    until_role(pair.admin["b"], Role.STANDBY)
+    body = {"prompt": "a long story", "max_tokens": 1000, "stream": True}
+    with httpx.stream("POST", f"{pair.url}/v1/completions", json=body, timeout=10, trust_env=False) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        doomed.signal(signal.SIGUSR1)
+        told = time.monotonic()
+        said = []
+        with pytest.raises(httpx.TransportError):
+            said.extend(line for line in lines if line)
+        assert time.monotonic() - told < 1
+    assert not [line for line in said if "error" in line or "[DONE]" in line]
+    assert doomed.wait() == 1
+    assert "cannot go on" in doomed.output()
+    until_role(pair.admin["b"], Role.ACTIVE)
 
 
 def test_over_its_capacity_an_engine_says_reselect(pair: Pair) -> None:
