@@ -24,9 +24,9 @@ from workers.binding import bind
 sock = bind("127.0.0.1", int(sys.argv[1]))
 child = os.fork()
 if child == 0:
+    print(os.getpid(), flush=True)  # by now what a fork must not keep is closed
     sys.stdin.readline()
     os._exit(0)
-print(child, flush=True)
 sys.stdin.readline()
 """
 
