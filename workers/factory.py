@@ -61,18 +61,22 @@ def preload(settings: EngineSettings) -> None:
         preload_vllm(settings)
 
 
-def build_engine(settings: EngineSettings, *, runtime_dir: Path) -> Engine:
+def memory_service(settings: EngineSettings) -> MemoryService | None:
+    """The pod's memory service as this engine uses it; None: it has none."""
+    if not settings.gms:
+        return None
+    return MemoryService(
+        socket=str(settings.gms_socket),
+        device=settings.device,
+        engine=settings.engine_id,
+        instance=settings.instance,
+        timeout_seconds=settings.memory_timeout_seconds,
+        connect_seconds=settings.memory_connect_seconds,
+    )
+
+
+def build_engine(settings: EngineSettings, service: MemoryService | None, *, runtime_dir: Path) -> Engine:
     """The engine that the settings name, not yet initialised."""
-    service = None
-    if settings.gms:
-        service = MemoryService(
-            socket=str(settings.gms_socket),
-            device=settings.device,
-            engine=settings.engine_id,
-            instance=settings.instance,
-            timeout_seconds=settings.memory_timeout_seconds,
-            connect_seconds=settings.memory_connect_seconds,
-        )
     if settings.engine == "sim":
         from workers.engines.sim.engine import SimEngine
 
@@ -91,8 +95,11 @@ def run_engine(settings: EngineSettings, *, runtime_dir: Path, heartbeat_fd: int
         return ExitCode.BAD_CONFIGURATION
 
     async def live() -> int:
-        engine = build_engine(settings, runtime_dir=runtime_dir)
-        life = EngineLife(settings=settings, engine=engine, lock=lock, heartbeat_fd=heartbeat_fd, kept=kept)
+        service = memory_service(settings)
+        engine = build_engine(settings, service, runtime_dir=runtime_dir)
+        life = EngineLife(
+            settings=settings, engine=engine, lock=lock, service=service, heartbeat_fd=heartbeat_fd, kept=kept
+        )
         return await life.run()
 
     return uvloop.run(live())

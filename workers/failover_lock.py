@@ -161,15 +161,15 @@ class FlockFailoverLock:
             )
         return int(raw[:EPOCH_DIGITS])
 
-    def advance_epoch(self) -> int:
-        """Write the next epoch and return it. Only the holder may.
+    def advance_epoch(self, *, at_least: int = 0) -> int:
+        """Write the next epoch, or ``at_least`` if that is more, and return it. Only the holder may.
 
         Raises:
             FailoverLockError: the file cannot be read or written.
         """
         if not self._held:
             raise RuntimeError("only the holder of the lock may advance the epoch")
-        epoch = self.read_epoch() + 1
+        epoch = max(self.read_epoch() + 1, at_least)
         try:
             written = os.pwrite(self._fd, b"%0*d\n" % (EPOCH_DIGITS, epoch), 0)
         except OSError as error:

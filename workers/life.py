@@ -33,9 +33,11 @@ from workers.failover_lock import FailoverLockError, FlockFailoverLock
 from workers.heartbeat import BEAT_PERIOD_SECONDS, encode_beat
 from workers.http_get import GetFailed, http_get
 from workers.http_server import serve_http
+from workers.memory import MemoryService
 from workers.role import RoleEvent
 from workers.serving import ServingApp
 from workers.settings import EngineSettings
+from workers.threads import in_daemon_thread
 from workers.vitals import Kept, Vitals
 
 logger = logging.getLogger(__name__)
@@ -66,12 +68,14 @@ class EngineLife:
         settings: EngineSettings,
         engine: Engine,
         lock: FlockFailoverLock,
+        service: MemoryService | None,
         heartbeat_fd: int | None,
         kept: Kept | None,
     ) -> None:
         self._settings = settings
         self._engine = engine
         self._lock = lock
+        self._service = service
         self._heartbeat_fd = heartbeat_fd
         self._kept = kept
         self._vitals = Vitals(settings, engine, kept=kept)
@@ -189,7 +193,18 @@ class EngineLife:
         self._vitals.handle(RoleEvent.LOCK_GRANTED)
         epoch = self._vitals.epoch = self._lock.advance_epoch()
         written = time.monotonic()
-        await self._engine.wake(epoch=epoch)
+        try:
+            await self._engine.wake(epoch=epoch)
+        except GmsError as error:
+            if error.code != ErrorCode.STALE_EPOCH or self._service is None:
+                raise
+            # Somebody emptied or replaced the lock file: its count begins anew, the memory service's does not.
+            fence = await in_daemon_thread(self._service.kv_fence, name="kv-fence")
+            logger.warning(
+                "epoch %d of the lock file is over: the memory service has seen %d; going on there", epoch, fence
+            )
+            epoch = self._vitals.epoch = self._lock.advance_epoch(at_least=fence + 1)
+            await self._engine.wake(epoch=epoch)
         mapped = time.monotonic()
         sock = await bind_when_free(settings.host, settings.serving_port, timeout_seconds=settings.bind_timeout_seconds)
         if sock.fileno() < self._lock.fd:

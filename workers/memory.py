@@ -53,6 +53,16 @@ class MemoryService(msgspec.Struct, frozen=True, kw_only=True):
             timeout_seconds=self.connect_seconds,
         )
 
+    def kv_fence(self) -> int:
+        """The highest epoch that the KV pool has seen, 0 before the first: an engine must come with a higher one.
+
+        Raises:
+            gms.client.GmsError: nobody answers within ``connect_seconds``.
+        """
+        with self.connect() as client:
+            status = client.status(timeout_seconds=self.connect_seconds)
+        return max((pool.epoch for pool in status.pools if pool.name == KV_POOL), default=0)
+
 
 class KvMemory:
     """The KV cache: an address range for life, pages of the service behind it only while active.

@@ -33,8 +33,8 @@ from workers.settings import EngineSettings
 
 build = factory.build_engine
 
-def build_doomed(settings, *, runtime_dir):
-    engine = build(settings, runtime_dir=runtime_dir)
+def build_doomed(settings, service, *, runtime_dir):
+    engine = build(settings, service, runtime_dir=runtime_dir)
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, engine.inject, SimFault.DEAD)
     return engine
 
@@ -143,6 +143,23 @@ def _active(pair: Pair) -> tuple[str, dict[str, object]] | None:
         if state and state["role"] == Role.ACTIVE:
             return name, state
     return None
+
+
+def test_an_emptied_lock_file_costs_no_more_than_a_promotion(pair: Pair) -> None:
+    pair.gms()
+    for name in pair.admin:
+        pair.engine(name)
+    for epoch in range(1, 5):
+        name, active = until(lambda: _active(pair), saying="an engine is active")
+        assert active["epoch"] == epoch
+        until_role(pair.admin["b" if name == "a" else "a"], Role.STANDBY)
+        if epoch == 4:
+            (pair.run_dir / "pod-0" / "active.lock").write_bytes(b"")
+        os.kill(active["pid"], signal.SIGKILL)
+        assert gone(active["pid"])
+    _, active = until(lambda: _active(pair), saying="an engine is active")
+    assert active["epoch"] == 5
+    assert pair.complete()
 
 
 def test_a_stopped_active_engine_is_killed_by_its_keeper(pair: Pair) -> None:
