@@ -89,8 +89,12 @@ def test_what_dies_is_started_again_first_at_once_then_with_a_wait(start_pod: St
 def test_while_something_waits_to_be_started_pod_json_says_that_it_is_not_there(start_pod: StartPod) -> None:
     pod = start_pod(a=["--exit", "3"])
     pod.until_said("engine-a is gone .* in 2 s")
-    engine = pod.record()["engines"]["a"]
-    assert (engine["pid"], engine["restarts"]) == (None, 2)
+
+    def waits() -> bool:
+        engine = pod.record()["engines"]["a"]
+        return (engine["pid"], engine["restarts"]) == (None, 2)
+
+    until(waits, saying="pod.json says so")
     pod.process.signal(signal.SIGTERM)
     assert pod.process.wait() == 0
 
