@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -101,8 +102,12 @@ class Process:
         return data.decode()
 
     def fds(self) -> list[str]:
-        folder = f"/proc/{self.pid}/fd"
-        return sorted(os.readlink(f"{folder}/{fd}") for fd in os.listdir(folder))
+        """What its descriptors refer to; one that is closed while they are read is left out."""
+        found = []
+        for entry in os.scandir(f"/proc/{self.pid}/fd"):
+            with contextlib.suppress(FileNotFoundError):
+                found.append(os.readlink(entry.path))
+        return sorted(found)
 
     def close(self) -> None:
         self.process.kill()
