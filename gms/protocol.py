@@ -4,7 +4,7 @@ A frame is a u32 little-endian length and a msgpack body of at most MAX_FRAME by
 SCM_RIGHTS beside the first byte of their frame, and every message states how many belong to it (`fds`): the receiver
 compares, so that a lost or a smuggled descriptor is an error and never an off-by-one. A connection has one request
 under way at a time: request, reply, request, reply. Bounds on names, sizes and times stand in the types, so that a
-message that decodes is within them.
+message that decodes is within them. docs/gms.md goes through the messages one by one.
 """
 
 from __future__ import annotations
@@ -15,14 +15,21 @@ from typing import Annotated, Final, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-VERSION: Final = 1
+VERSION: Final = 2
 MAX_FRAME: Final = 4 * 1024 * 1024
 """Bytes of one frame's body. Fits a full manifest together with a full allocation list."""
 MAX_FIRST_FRAME: Final = 4096
 """Bytes a connection may send before its hello was accepted."""
 MAX_MANIFEST: Final = 2 * 1024 * 1024
-MAX_FDS: Final = 16
-"""Descriptors in one message: a hello carries the pidfds of an engine and of its ranks."""
+MAX_FDS: Final = 64
+"""Descriptors in one message: the pidfds of an engine and of its ranks, or the chunks of an allocation. An allocation
+of more chunks travels in several messages."""
+MAX_PARTS: Final = 64
+"""Stretches of allocations in one hand-back: each has a descriptor at least."""
+MAX_PIECES: Final = 65536
+"""Digests of one allocation: one for every tensor and every 64 MiB."""
+MAX_EVENTS: Final = 256
+"""Events in one reply."""
 MAX_ALLOCATION: Final = 1 << 48
 HEADER_BYTES: Final = 4
 
@@ -33,6 +40,11 @@ Epoch = Annotated[int, Meta(ge=0, lt=1 << 62)]
 SizeBytes = Annotated[int, Meta(gt=0, le=MAX_ALLOCATION)]
 Timeout = Annotated[float, Meta(ge=0, le=86400)]
 FdCount = Annotated[int, Meta(ge=0, le=MAX_FDS)]
+Index = Annotated[int, Meta(ge=0, lt=1 << 32)]
+Generation = Annotated[int, Meta(ge=0, lt=1 << 62)]
+Digest = Annotated[bytes, Meta(min_length=4, max_length=64)]
+Digests = dict[Tag, Annotated[list[Digest], Meta(max_length=MAX_PIECES)]]
+"""For each allocation the digests of its pieces, in the order of `gms.integrity.pieces`."""
 
 
 class LeaseMode(StrEnum):
@@ -48,10 +60,12 @@ class ErrorCode(StrEnum):
     BAD_MESSAGE = "bad_message"
     BUSY = "busy"
     CLOSED = "closed"
+    CORRUPT = "corrupt"
     EXISTS = "exists"
     FENCED = "fenced"
     INTERNAL = "internal"
     INVALID = "invalid"
+    MISMATCH = "mismatch"
     NOT_ATTACHED = "not_attached"
     NOT_FOUND = "not_found"
     NOT_PERMITTED = "not_permitted"
@@ -82,8 +96,11 @@ class Message(Struct, tag=True, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class AllocationInfo(Struct, frozen=True):
+    """`size_bytes` in chunks of `chunk_bytes`, the last one possibly smaller; each chunk has its own descriptor."""
+
     tag: str
     size_bytes: int
+    chunk_bytes: int
 
 
 class LeaseInfo(Struct, frozen=True):
@@ -97,63 +114,151 @@ class LeaseInfo(Struct, frozen=True):
 
 class PoolStatus(Struct, frozen=True, kw_only=True):
     """One pool as it is now. `bytes` counts every generation that still stands, `orphaned_bytes` those among them that
-    only wait for a former holder's death; `allocations` are those of the current generation."""
+    only wait for a former holder's death; `allocations` are those of the current generation. `waits` says, a sentence
+    for each, who waits for a lease and for what; `corrupt` why what was committed is not given out any more."""
 
     name: str
     state: str
     generation: int
     epoch: int
     bytes: int
+    high_water_bytes: int
     orphaned_bytes: int
     waiting: int
+    waits: list[str]
     leases: list[LeaseInfo]
     allocations: list[AllocationInfo]
+    corrupt: str = ""
 
 
 class Status(Struct, frozen=True, kw_only=True):
+    """`memory_waits` says, a sentence for each, who waits for memory, how much and since when. `journal` is why pages
+    could not be taken back after a restart as things stand, empty if they could."""
+
     device: str
+    device_id: str
     pools: list[PoolStatus]
     total_bytes: int
+    high_water_bytes: int
     memory_limit: int | None
     bytes_by_owner: dict[str, int]
+    memory_waits: list[str]
     clients: int
+    journal: str = ""
+
+
+class Event(Struct, frozen=True, kw_only=True):
+    """Something that happened. `seq` counts from 1 in a service's life; `pool` and `client` are empty where none is
+    meant, `detail` is a sentence for people."""
+
+    seq: int
+    unix_seconds: float
+    kind: str
+    pool: str = ""
+    client: str = ""
+    detail: str = ""
 
 
 # Requests
 
 
 class Hello(Message, frozen=True, kw_only=True):
-    """The first message. Its descriptors are pidfds: the client's own, then those of processes that map for it."""
+    """The first message. Its descriptors are pidfds: the client's own, then those of processes that map for it.
+
+    `device_id` is what the device is, whatever number it has in this process: the name of a host device, the UUID of a
+    GPU; `device` is what the client calls it, for sentences."""
 
     version: int
     client: Name
     engine: Name
     instance: Name
     device: Name
+    device_id: Name
     epoch: Epoch = 0
 
 
 class Attach(Message, frozen=True, kw_only=True):
+    """Asks for a lease. With `verify` what is committed is checksummed before it is granted for reading; only where the
+    service can read its device's memory."""
+
     pool: PoolName
     mode: LeaseMode
     epoch: Epoch = 0
     timeout_seconds: Timeout = 60.0
+    verify: bool = False
 
 
 class Allocate(Message, frozen=True, kw_only=True):
+    """`timeout_seconds` is how long to wait for room."""
+
     pool: PoolName
     tag: Tag
     size_bytes: SizeBytes
+    timeout_seconds: Timeout = 0.0
 
 
 class Export(Message, frozen=True, kw_only=True):
+    """The chunks from number `first` on, as many as go into one reply."""
+
     pool: PoolName
     tag: Tag
+    first: Index = 0
+
+
+class PutManifest(Message, frozen=True, kw_only=True):
+    """What a holder of a `kv` pool says about its pages to the next holder; a writer of weights commits its own."""
+
+    pool: PoolName
+    manifest: Annotated[bytes, Meta(max_length=MAX_MANIFEST)]
+
+
+class GetManifest(Message, frozen=True, kw_only=True):
+    """Needs no lease."""
+
+    pool: PoolName
 
 
 class Commit(Message, frozen=True, kw_only=True):
+    """`digests`: the writer's word for what it wrote, where the service cannot read its device's memory; else empty."""
+
     pool: PoolName
     manifest: Annotated[bytes, Meta(max_length=MAX_MANIFEST)]
+    digests: Digests = {}
+
+
+class Part(Struct, frozen=True):
+    """`count` chunks of an allocation, from number `first` on."""
+
+    tag: Tag
+    first: Index
+    count: Annotated[int, Meta(ge=1, le=MAX_FDS)]
+
+
+class Adopt(Message, frozen=True, kw_only=True):
+    """Hands pages back to a restarted service; the chunks' descriptors travel beside it, part after part. With `more`
+    another such message follows, which is answered Done; the last one is answered with the lease as it was."""
+
+    pool: PoolName
+    generation: Generation
+    mode: LeaseMode
+    epoch: Epoch = 0
+    parts: Annotated[list[Part], Meta(min_length=1, max_length=MAX_PARTS)]
+    more: bool = False
+
+
+class Verify(Message, frozen=True, kw_only=True):
+    """Compares what is committed with what was. `digests` come from a reader that has computed them, where the service
+    cannot read its device's memory; else they are empty and the service computes."""
+
+    pool: PoolName
+    digests: Digests = {}
+
+
+class GetEvents(Message, frozen=True, kw_only=True):
+    """Events after number `after`; waits up to `timeout_seconds` for the first of them."""
+
+    after: Index = 0
+    timeout_seconds: Annotated[float, Meta(ge=0, le=60)] = 0.0
 
 
 class Release(Message, frozen=True, kw_only=True):
@@ -176,7 +281,11 @@ class Welcome(Message, frozen=True, kw_only=True):
 
 
 class Granted(Message, frozen=True, kw_only=True):
-    """A lease. `fresh` means that no page of an earlier holder came with it."""
+    """A lease. `fresh` means that no page of an earlier holder came with it.
+
+    The descriptor beside it, if there is one, is locked (flock) and the service keeps no copy of it: as long as the
+    client has it open, a restarted service knows that pages may still be handed back.
+    """
 
     mode: LeaseMode
     generation: int
@@ -186,11 +295,34 @@ class Granted(Message, frozen=True, kw_only=True):
 
 
 class Pages(Message, frozen=True, kw_only=True):
-    """One allocation; its descriptor travels beside it. `size_bytes` is rounded up to the backend's granularity."""
+    """One allocation; the descriptors of its chunks from number `first` on travel beside it, as many as fit. `size_bytes`
+    is rounded up to the backend's granularity. What is `created` is zero on host memory and undefined on a GPU."""
 
     tag: str
     size_bytes: int
+    chunk_bytes: int
     created: bool
+    first: int = 0
+
+
+class ManifestReply(Message, frozen=True, kw_only=True):
+    """`generation` 0: nothing is there."""
+
+    generation: int
+    manifest: bytes
+    allocations: list[AllocationInfo]
+
+
+class Verified(Message, frozen=True, kw_only=True):
+    generation: int
+    size_bytes: int
+
+
+class EventsReply(Message, frozen=True, kw_only=True):
+    """`last` is the newest event's number; ask with it next. Events that are older than the service keeps are gone."""
+
+    events: list[Event]
+    last: int
 
 
 class Done(Message, frozen=True, kw_only=True):
@@ -207,8 +339,21 @@ class Failure(Message, frozen=True, kw_only=True):
     retryable: bool = False
 
 
-Request = Hello | Attach | Allocate | Export | Commit | Release | GetStatus
-Reply = Welcome | Granted | Pages | Done | StatusReply | Failure
+Request = (
+    Hello
+    | Attach
+    | Allocate
+    | Export
+    | PutManifest
+    | GetManifest
+    | Commit
+    | Release
+    | Adopt
+    | Verify
+    | GetStatus
+    | GetEvents
+)
+Reply = Welcome | Granted | Pages | ManifestReply | Verified | Done | StatusReply | EventsReply | Failure
 
 _T = TypeVar("_T")
 _ENCODER: Final = msgspec.msgpack.Encoder()

@@ -1,13 +1,18 @@
 """What the service needs of memory, host or device.
 
-`create`, `populate`, `freeze` and `destroy` may take long and are called on the service's one memory thread, in the
-order they were asked for, so that pages are never destroyed under a call that still works on them. `share` is quick
-and called on the event loop.
+An allocation is made of chunks; a backend knows chunks only. All methods but `share` may take long and are called on
+the service's one memory thread, in the order they were asked for, so that pages are never destroyed under a call that
+still works on them. `share` is quick and called on the event loop.
+
+An error that a backend does not translate into one of those below is one that it cannot go on after: the service ends.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol, TypeVar
+
+from msgspec import Struct
 
 P = TypeVar("P")
 
@@ -20,8 +25,34 @@ class StillMappedError(Exception):
     """Somebody has a writable mapping of pages that were to be frozen."""
 
 
+class ForeignPagesError(Exception):
+    """A descriptor that was handed back is not the chunk that the journal describes. Says how it differs."""
+
+
+class DeviceError(Exception):
+    """The device failed in a way that the service cannot go on after. One sentence that names the call."""
+
+
+class Identity(Struct, frozen=True):
+    """What a chunk is known by when it is handed back after a restart. Numbers that a backend has no use for are 0."""
+
+    size_bytes: int
+    device: int = 0
+    inode: int = 0
+    seals: int = 0
+
+
+Hash = Callable[[memoryview], bytes]
+"""The digest of some bytes; releases the GIL for large ones."""
+
+
 class MemoryBackend(Protocol[P]):
-    """`P` is the backend's handle for one allocation."""
+    """`P` is the backend's handle for one chunk."""
+
+    @property
+    def device_id(self) -> str:
+        """What the device is, whatever number it has in a process: see `gms.protocol.Hello`."""
+        ...
 
     @property
     def granularity(self) -> int:
@@ -29,12 +60,22 @@ class MemoryBackend(Protocol[P]):
         ...
 
     @property
+    def chunk_bytes(self) -> int:
+        """The size of a chunk, a multiple of `granularity`; an allocation's last one may be smaller."""
+        ...
+
+    @property
     def slice_bytes(self) -> int:
-        """How much to populate in one call."""
+        """How much to populate or to hash in one call."""
+        ...
+
+    @property
+    def readable(self) -> bool:
+        """Whether `digest` works here; where it does not, clients compute digests and the service compares."""
         ...
 
     def create(self, tag: str, size_bytes: int) -> P:
-        """An allocation of zeros, possibly without memory behind it yet. Raises OutOfMemoryError."""
+        """A chunk, possibly without memory behind it yet. Raises OutOfMemoryError."""
         ...
 
     def populate(self, pages: P, offset: int, length: int) -> None:
@@ -42,7 +83,21 @@ class MemoryBackend(Protocol[P]):
         ...
 
     def freeze(self, pages: P) -> None:
-        """Makes the content final, for everybody and for good. Harmless on frozen pages. Raises StillMappedError."""
+        """Makes the content final, for everybody and for good, where the device can. Harmless on frozen pages. Raises
+        StillMappedError."""
+        ...
+
+    def digest(self, pages: P, offset: int, length: int, algorithm: Hash) -> bytes:
+        """The digest of a part. Only where `readable`."""
+        ...
+
+    def identify(self, pages: P) -> Identity:
+        """What `adopt` will compare."""
+        ...
+
+    def adopt(self, fd: int, identity: Identity) -> P:
+        """Takes a chunk back that was shared by an earlier service. The caller keeps and closes `fd`. Raises
+        ForeignPagesError."""
         ...
 
     def share(self, pages: P, *, writable: bool) -> int:
