@@ -1,27 +1,32 @@
 """The engine's side of the memory service: blocking calls over one connection, made from worker threads.
 
 The connection is the lease: when it closes, or when the process dies, the service takes back what this client held.
-One lock serialises a connection's calls; `close()` may come from any thread and ends a call that waits.
+What the service's own end takes away, `gms.custody` brings back.
 """
 
 from __future__ import annotations
 
 import os
-import socket
 import threading
-import time
-from contextlib import suppress
+from collections.abc import Sequence
 from types import TracebackType
-from typing import Final, NoReturn, Self, TypeVar
+from typing import Final, Self
 
-from gms import fdpass, protocol
+from gms import fdpass, integrity, protocol
+from gms.backends.base import Hash
+from gms.connection import REPLY_GRACE_SECONDS, Connection
+from gms.mapping import Chunk, Reservation, device_memory
+from gms.pages import Allocation, check_chunks, chunk_count, hand_back_messages
 from gms.protocol import (
     AllocationInfo,
+    Digests,
     ErrorCode,
-    FrameDecoder,
+    Event,
+    EventsReply,
     GmsError,
     LeaseInfo,
     LeaseMode,
+    ManifestReply,
     PoolStatus,
     Status,
 )
@@ -29,111 +34,114 @@ from gms.protocol import (
 __all__ = [
     "Allocation",
     "AllocationInfo",
+    "Chunk",
+    "Event",
+    "EventsReply",
     "GmsClient",
     "GmsError",
     "Lease",
     "LeaseInfo",
     "LeaseMode",
+    "ManifestReply",
     "PoolStatus",
     "Status",
+    "digests_of",
 ]
 
-REPLY_GRACE_SECONDS: Final = 30.0
-"""Beyond the wait that a call itself asks for. A service that answers later than this is taken for stuck."""
-POPULATE_BYTES_PER_SECOND: Final = 64 * 1024 * 1024
-"""The slowest machine on which an allocation is waited for: the service fills pages before it hands them out."""
-RETRY_SECONDS: Final = 0.01
-RECEIVE_BYTES: Final = 65536
-
-_R = TypeVar("_R", bound=protocol.Message)
-
-
-class Allocation:
-    """Pages of the service: `size_bytes` of them behind `fd`, which this object owns. `size_bytes` is what was asked
-    for, rounded up to whole pages; `created` says that they are new, and zero."""
-
-    def __init__(self, tag: str, size_bytes: int, fd: int, created: bool) -> None:
-        self.tag = tag
-        self.size_bytes = size_bytes
-        self.created = created
-        self._fd = fd
-
-    @property
-    def fd(self) -> int:
-        if self._fd < 0:
-            raise GmsError(
-                ErrorCode.CLOSED, f"The descriptor of {self.tag!r} was closed by its owner; export it again."
-            )
-        return self._fd
-
-    def close(self) -> None:
-        """Closes the descriptor; mappings made from it stay."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
+SLOWEST_BYTES_PER_SECOND: Final = 64 * 1024 * 1024
+"""The slowest machine that is waited for while the service fills or checks pages before it answers."""
 
 
 class Lease:
-    """The right to read (RO) or write (RW) one pool. Made by `GmsClient.attach`."""
+    """The right to read (RO) or write (RW) one pool. Made by `GmsClient.attach` and `GmsClient.adopt`.
 
-    def __init__(self, client: GmsClient, pool: str, granted: protocol.Granted) -> None:
+    It owns the descriptor that tells a restarted service that pages may still be handed back (see `protocol.Granted`);
+    that one stays open when the service dies, and is closed with the lease or with the client.
+    """
+
+    def __init__(self, client: GmsClient, pool: str, epoch: int, granted: protocol.Granted, fds: list[int]) -> None:
         self.pool = pool
+        self.epoch = epoch
         self.mode = granted.mode
         self.generation = granted.generation
         self.fresh = granted.fresh
         self.manifest = granted.manifest
         self.allocations = tuple(granted.allocations)
         self._client = client
+        self._lock_fds = fds
 
-    def allocate(self, tag: str, size_bytes: int) -> Allocation:
-        """Pages under `tag`, zeroed; in the kv pools the existing ones of the same tag and size, with their content.
+    def allocate(self, tag: str, size_bytes: int, *, timeout_seconds: float = 0.0) -> Allocation:
+        """Pages under `tag`; in the kv pools the existing ones of the same tag and size, with their content. Where
+        there is no room, it is waited for up to `timeout_seconds`.
 
         Raises GmsError: out_of_memory (names who holds what), size_mismatch, not_permitted on a read lease, fenced if
         a newer epoch took over, too_many.
         """
-        wait = size_bytes / POPULATE_BYTES_PER_SECOND
-        request = protocol.Allocate(pool=self.pool, tag=tag, size_bytes=size_bytes)
-        pages, allocation = self._client._pages(request, wait)
-        if pages.created:
-            self.allocations += (AllocationInfo(pages.tag, pages.size_bytes),)
+        request = protocol.Allocate(pool=self.pool, tag=tag, size_bytes=size_bytes, timeout_seconds=timeout_seconds)
+        allocation = self._client._pages(request, timeout_seconds + _work_seconds(size_bytes))
+        if allocation.created:
+            info = AllocationInfo(allocation.tag, allocation.size_bytes, allocation.chunk_bytes)
+            self.allocations = (*(known for known in self.allocations if known.tag != tag), info)
         return allocation
 
     def export(self, tag: str) -> Allocation:
         """The pages under `tag`: read-only on a read lease, writable for a writer. Raises GmsError(not_found)."""
-        return self._client._pages(protocol.Export(pool=self.pool, tag=tag))[1]
+        return self._client._pages(protocol.Export(pool=self.pool, tag=tag))
 
-    def commit(self, manifest: bytes) -> None:
+    def put_manifest(self, manifest: bytes) -> None:
+        """In the kv pools: what the next holder is to know of the pages. Raises GmsError(fenced)."""
+        request = protocol.PutManifest(pool=self.pool, manifest=manifest)
+        self._client._connection.call(request, protocol.Done)
+        self.manifest = manifest
+
+    def commit(self, manifest: bytes, *, digests: Digests | None = None) -> None:
         """Publishes what was written, with `manifest`, to readers; this lease is then a read lease.
 
         All writable mappings must be gone: GmsError(still_mapped) says so, keeps the lease and can be tried again.
+        `digests` (see `digests_of`) are for devices whose memory the service cannot read.
         """
-        granted = self._client._call(protocol.Commit(pool=self.pool, manifest=manifest), protocol.Granted)
+        request = protocol.Commit(pool=self.pool, manifest=manifest, digests=digests or {})
+        fds: list[int] = []
+        granted = self._client._connection.call(
+            request, protocol.Granted, wait_seconds=_work_seconds(self.size_bytes), received=fds
+        )
         self.mode, self.fresh = granted.mode, granted.fresh
         self.generation, self.manifest = granted.generation, manifest
+        if fds:
+            self._close_lock()
+            self._lock_fds = fds
+
+    def verify(self, *, digests: Digests | None = None) -> int:
+        """Compares what is committed with what was; returns how many bytes were compared. `digests` as in `commit`.
+
+        Raises GmsError(corrupt): names the tensor that has changed.
+        """
+        request = protocol.Verify(pool=self.pool, digests=digests or {})
+        wait = _work_seconds(self.size_bytes)
+        return self._client._connection.call(request, protocol.Verified, wait_seconds=wait).size_bytes
 
     def release(self, *, quiesced: bool = False) -> None:
         """Gives the lease back. With `quiesced` the caller vouches that no process of it has the pages mapped any more,
         and the next holder need not wait for this process to die."""
-        self._client._call(protocol.Release(pool=self.pool, quiesced=quiesced), protocol.Done)
+        self._client._connection.call(protocol.Release(pool=self.pool, quiesced=quiesced), protocol.Done)
+        self._client._forget(self)
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(info.size_bytes for info in self.allocations)
+
+    def _close_lock(self) -> None:
+        fdpass.close_all(self._lock_fds)
 
 
 class GmsClient:
     """One connection to a memory service. See `connect`."""
 
-    def __init__(self, connection: socket.socket, path: str) -> None:
-        self._socket = connection
-        self._path = path
-        self._decoder = FrameDecoder()
-        self._lock = threading.Lock()
-        self._owner = os.getpid()
-        self._closing = False
-        self._broken = False
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._leases: list[Lease] = []
+        self._closed = False
+        self._guard = threading.Lock()
 
     @classmethod
     def connect(
@@ -143,18 +151,28 @@ class GmsClient:
         engine: str,
         instance: str,
         device: str = "cpu:0",
+        device_id: str | None = None,
         client: str = "engine",
+        pidfds: Sequence[int] = (),
         timeout_seconds: float = 10.0,
+        retry_seconds: float | None = None,
     ) -> GmsClient:
-        """Connects and says hello with this process's own pidfd, by which the service learns of its death.
+        """Connects and says hello with this process's own pidfd, by which the service learns of its death, and with
+        `pidfds` of the processes that map for it, which stay the caller's.
 
-        A socket that is missing or refuses is tried again until `timeout_seconds`: the service may be restarting.
-        Raises GmsError: service_gone (retryable), version_mismatch, wrong_device, too_many.
+        `device_id` is by default what `device` is in this process. A socket that is missing or refuses is tried again
+        for `retry_seconds`, by default as long as the call may take: the service may be restarting. Raises GmsError:
+        service_gone (retryable), version_mismatch, wrong_device, too_many.
         """
-        path = os.fspath(socket_path)
-        self = cls(_dial(path, time.monotonic() + timeout_seconds), path)
+        self = cls(
+            Connection.dial(
+                os.fspath(socket_path),
+                retry_seconds=timeout_seconds if retry_seconds is None else retry_seconds,
+                timeout_seconds=timeout_seconds,
+            )
+        )
         try:
-            pidfd = os.pidfd_open(os.getpid())
+            own = os.pidfd_open(os.getpid())
             try:
                 hello = protocol.Hello(
                     version=protocol.VERSION,
@@ -162,45 +180,87 @@ class GmsClient:
                     engine=engine,
                     instance=instance,
                     device=device,
-                    fds=1,
+                    device_id=device_id or _device_id(device),
+                    fds=1 + len(pidfds),
                 )
-                self._call(hello, protocol.Welcome, wait_seconds=timeout_seconds, grace_seconds=0.0, fds=[pidfd])
+                self._connection.call(
+                    hello, protocol.Welcome, wait_seconds=timeout_seconds, grace_seconds=0.0, fds=[own, *pidfds]
+                )
             finally:
-                os.close(pidfd)
+                os.close(own)
         except BaseException:
             self.close()
             raise
         return self
 
-    def attach(self, pool: str, mode: LeaseMode, *, epoch: int = 0, timeout_seconds: float = 60.0) -> Lease:
+    def attach(
+        self, pool: str, mode: LeaseMode, *, epoch: int = 0, timeout_seconds: float = 60.0, verify: bool = False
+    ) -> Lease:
         """Waits up to `timeout_seconds` for a lease on `pool`.
 
         `weights/<layout key>`: RW for one writer, RO once something is committed, RW_OR_RO for whichever comes first.
         `kv`, `kv_index`: RW only, by `epoch`; if the old holder's end is not proved in time, the lease comes with
-        fresh pages (`lease.fresh`). Raises GmsError: timeout (retryable), stale_epoch, already_attached.
+        fresh pages (`lease.fresh`). With `verify` what is to be read is checksummed first. Raises GmsError: timeout
+        (retryable), stale_epoch, already_attached, corrupt.
         """
-        request = protocol.Attach(pool=pool, mode=mode, epoch=epoch, timeout_seconds=timeout_seconds)
-        return Lease(self, pool, self._call(request, protocol.Granted, wait_seconds=timeout_seconds))
+        request = protocol.Attach(pool=pool, mode=mode, epoch=epoch, timeout_seconds=timeout_seconds, verify=verify)
+        wait = timeout_seconds
+        if verify:
+            wait += _work_seconds(sum(info.size_bytes for info in self.get_manifest(pool).allocations))
+        return self._lease(request, wait)
+
+    def adopt(
+        self, pool: str, *, generation: int, mode: LeaseMode, epoch: int, allocations: Sequence[Allocation]
+    ) -> Lease:
+        """Hands the pages of a lease back to a restarted service, all chunks of all allocations; the descriptors stay
+        the caller's. The lease is then as it was.
+
+        Raises GmsError: fenced or stale_epoch (a newer epoch has the pool), not_found, mismatch, corrupt: these pages
+        are not, or no longer, the service's.
+        """
+        messages = hand_back_messages(allocations)
+        for number, (parts, fds) in enumerate(messages, 1):
+            last = number == len(messages)
+            request = protocol.Adopt(
+                pool=pool,
+                generation=generation,
+                mode=mode,
+                epoch=epoch,
+                parts=parts,
+                more=not last,
+                fds=len(fds),
+            )
+            if last:
+                wait = _work_seconds(sum(allocation.size_bytes for allocation in allocations))
+                return self._lease(request, wait, fds)
+            self._connection.call(request, protocol.Done, fds=fds)
+        raise ValueError("there is nothing to hand back")
+
+    def get_manifest(self, pool: str) -> ManifestReply:
+        """What is committed in a weights pool, or was put into a kv pool, and its allocations. Needs no lease."""
+        return self._connection.call(protocol.GetManifest(pool=pool), protocol.ManifestReply)
 
     def status(self, *, timeout_seconds: float = REPLY_GRACE_SECONDS) -> Status:
         """Pools, leases and bytes as they are now. Raises GmsError: no answer within `timeout_seconds`."""
         request = protocol.GetStatus()
-        return self._call(request, protocol.StatusReply, grace_seconds=timeout_seconds).status
+        return self._connection.call(request, protocol.StatusReply, grace_seconds=timeout_seconds).status
+
+    def events(self, after: int = 0, *, timeout_seconds: float = 0.0) -> EventsReply:
+        """What happened after event number `after`; waits up to `timeout_seconds` for the first of it."""
+        request = protocol.GetEvents(after=after, timeout_seconds=timeout_seconds)
+        return self._connection.call(request, protocol.EventsReply, wait_seconds=timeout_seconds)
 
     def fileno(self) -> int:
-        """The connection, to watch for EOF: the service is gone then. Read nothing from it."""
-        return self._socket.fileno()
+        """The connection, to watch for its end: the service is gone then. Read nothing from it. -1 once closed."""
+        return self._connection.fileno()
 
     def close(self) -> None:
         """Ends the connection, and with it every lease; a call that waits in another thread ends with `closed`."""
-        self._closing = True
-        if self._owner == os.getpid():  # in a forked child a shutdown would end the parent's connection
-            with suppress(OSError):  # never connected, or gone already
-                self._socket.shutdown(socket.SHUT_RDWR)
-            with self._lock:
-                self._socket.close()
-        else:
-            self._socket.close()
+        with self._guard:
+            self._closed = True
+        self._connection.close()
+        while self._leases:
+            self._leases.pop()._close_lock()
 
     def __enter__(self) -> Self:
         return self
@@ -208,132 +268,54 @@ class GmsClient:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
-    def _pages(
-        self, request: protocol.Allocate | protocol.Export, wait: float = 0.0
-    ) -> tuple[protocol.Pages, Allocation]:
+    def _lease(self, request: protocol.Attach | protocol.Adopt, wait: float, fds: Sequence[int] = ()) -> Lease:
+        received: list[int] = []
+        granted = self._connection.call(request, protocol.Granted, wait_seconds=wait, fds=fds, received=received)
+        lease = Lease(self, request.pool, request.epoch, granted, received)
+        with self._guard:
+            if not self._closed:
+                self._leases.append(lease)
+                return lease
+        lease._close_lock()
+        raise GmsError(ErrorCode.CLOSED, f"This connection was closed by its owner while {request.pool} was granted.")
+
+    def _forget(self, lease: Lease) -> None:
+        with self._guard:
+            if not self._closed:
+                self._leases.remove(lease)
+                lease._close_lock()
+
+    def _pages(self, request: protocol.Allocate | protocol.Export, wait: float = 0.0) -> Allocation:
+        """One allocation with all its chunks, which take several replies if they are many."""
         fds: list[int] = []
-        pages = self._call(request, protocol.Pages, wait_seconds=wait, received=fds)
-        return pages, Allocation(pages.tag, pages.size_bytes, fds[0], pages.created)
-
-    def _call(
-        self,
-        request: protocol.Request,
-        reply_type: type[_R],
-        *,
-        wait_seconds: float = 0.0,
-        grace_seconds: float = REPLY_GRACE_SECONDS,
-        fds: list[int] | None = None,
-        received: list[int] | None = None,
-    ) -> _R:
-        """One request, one reply. Failing in between leaves the stream in an unknown place: the connection is over."""
-        frame = protocol.encode(request)
-        got: list[int] = []
-        with self._lock:
-            self._usable()
-            deadline = time.monotonic() + wait_seconds + grace_seconds
-            try:
-                self._send(frame, fds or [], deadline)
-                reply = protocol.decode_reply(self._receive(got, deadline))
-                expected = 1 if isinstance(reply, protocol.Pages) else 0
-                if len(got) != reply.fds or reply.fds != expected:
-                    raise GmsError(
-                        ErrorCode.BAD_FDS,
-                        f"The memory service announced {reply.fds} descriptors and sent {len(got)}, due were "
-                        f"{expected}; this process may be out of file descriptors.",
-                    )
-            except BaseException as error:
-                self._broken = True
-                fdpass.close_all(got)
-                if isinstance(error, OSError):
-                    self._lost(error)
-                raise
-        if isinstance(reply, protocol.Failure):
-            raise GmsError(reply.code, reply.message, retryable=reply.retryable)
-        if not isinstance(reply, reply_type):
-            fdpass.close_all(got)
-            raise GmsError(
-                ErrorCode.BAD_MESSAGE,
-                f"The memory service answered {type(reply).__name__} to {type(request).__name__}.",
-            )
-        if received is not None:
-            received += got
-        return reply
-
-    def _usable(self) -> None:
-        if self._owner != os.getpid():
-            raise GmsError(
-                ErrorCode.NOT_PERMITTED,
-                f"This connection belongs to process {self._owner}; this one, {os.getpid()}, must make its own.",
-            )
-        if self._closing:
-            raise GmsError(ErrorCode.CLOSED, "This connection was closed by its owner; connect anew.")
-        if self._broken:
-            raise GmsError(
-                ErrorCode.SERVICE_GONE,
-                "An earlier call broke this connection; connect and attach anew.",
-                retryable=True,
-            )
-
-    def _send(self, frame: bytes, fds: list[int], deadline: float) -> None:
-        self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
         try:
-            sent = self._socket.sendmsg([frame], fdpass.rights(fds))
-            self._socket.sendall(memoryview(frame)[sent:])
-        except (BrokenPipeError, ConnectionResetError):
-            pass  # it hung up; what it said before that, if anything, is still to be read
-
-    def _receive(self, got: list[int], deadline: float) -> bytes:
-        while (frame := self._decoder.next_frame()) is None:
-            self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
-            data, ancillary, flags, _ = self._socket.recvmsg(
-                RECEIVE_BYTES, fdpass.ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
-            )
-            got += fdpass.received(ancillary)
-            if flags & socket.MSG_CTRUNC:
-                raise GmsError(
-                    ErrorCode.BAD_FDS,
-                    "Descriptors of the memory service were cut off; this process has too many files open.",
-                )
-            if not data:
-                raise ConnectionResetError("end of stream")
-            self._decoder.feed(data)
-        return frame
-
-    def _lost(self, error: OSError) -> NoReturn:
-        if self._closing:
-            raise GmsError(ErrorCode.CLOSED, "This connection was closed by its owner during the call.") from error
-        if isinstance(error, TimeoutError):
-            raise GmsError(
-                ErrorCode.SERVICE_GONE,
-                f"The memory service at {self._path} did not answer in time and is taken for stuck; restart it.",
-                retryable=True,
-            ) from error
-        raise GmsError(
-            ErrorCode.SERVICE_GONE,
-            f"The memory service at {self._path} closed the connection ({error.strerror or error}): it died or refused "
-            "this client; connect and attach anew.",
-            retryable=True,
-        ) from error
+            pages = self._connection.call(request, protocol.Pages, wait_seconds=wait, received=fds)
+            check_chunks(pages, 0, len(fds))
+            while len(fds) < chunk_count(pages):
+                more: list[int] = []
+                export = protocol.Export(pool=request.pool, tag=request.tag, first=len(fds))
+                follow = self._connection.call(export, protocol.Pages, received=more)
+                first = len(fds)
+                fds += more
+                if (follow.size_bytes, follow.chunk_bytes) != (pages.size_bytes, pages.chunk_bytes):
+                    raise GmsError(ErrorCode.MISMATCH, f"{pages.tag!r} was replaced while it was exported; try again.")
+                check_chunks(follow, first, len(more))
+        except BaseException:
+            fdpass.close_all(fds)
+            raise
+        return Allocation(pages.tag, pages.size_bytes, pages.chunk_bytes, fds, created=pages.created)
 
 
-def _dial(path: str, deadline: float) -> socket.socket:
-    while True:
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        try:
-            connection.settimeout(max(deadline - time.monotonic(), 0.001))
-            connection.connect(path)
-            return connection
-        except OSError as error:
-            connection.close()
-            if not isinstance(error, FileNotFoundError | ConnectionRefusedError | BlockingIOError | TimeoutError):
-                raise GmsError(
-                    ErrorCode.SERVICE_GONE,
-                    f"Cannot reach the memory service at {path}: {error.strerror or error}.",
-                ) from error
-            if time.monotonic() + RETRY_SECONDS > deadline:
-                raise GmsError(
-                    ErrorCode.SERVICE_GONE,
-                    f"No memory service answers at {path} ({error.strerror or error}); start it, or check the path.",
-                    retryable=True,
-                ) from error
-            time.sleep(RETRY_SECONDS)
+def digests_of(place: Reservation, info: AllocationInfo, manifest: bytes, algorithm: Hash) -> list[bytes]:
+    """The digests of an allocation that is mapped at `place`, for `commit` and `verify` on devices whose memory the
+    service cannot read: the writer computes them before it unmaps. Reads all of it."""
+    cut = integrity.pieces(info.size_bytes, info.chunk_bytes, manifest, info.tag)
+    return [place.digest(piece.at, piece.length, algorithm) for piece in cut]
+
+
+def _work_seconds(size_bytes: int) -> float:
+    return size_bytes / SLOWEST_BYTES_PER_SECOND
+
+
+def _device_id(device: str) -> str:
+    return device if device.startswith("cpu:") else device_memory(device).device_id
