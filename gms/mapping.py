@@ -1,37 +1,31 @@
 """Addresses that stay while the memory behind them comes and goes: the client side of the memory service.
 
-An engine reserves a range once, builds its tensors over it, and from then on only the backing changes: nothing
-(PROT_NONE), a small scratch chunk mapped again and again for warm-up, or the service's pages. Every change is an mmap
-over the same addresses, so that no tensor, and no captured graph, ever has to be told.
+An engine reserves a range once, builds its tensors over it, and from then on only the backing changes: nothing, a
+small scratch chunk mapped again and again for warm-up, or the service's pages. The addresses stay the same, so that no
+tensor, and no captured graph, ever has to be told.
+
+What a device does differently is a `DeviceMemory` (`gms.devices`). `Reservation` is the same over all of them, keeps
+account of each chunk that is mapped, and so takes back exactly those when a step fails.
 """
 
 from __future__ import annotations
 
 import ctypes
-import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from enum import Enum, auto
 from types import TracebackType
 from typing import Final, Self
 
 from gms import libc
-from gms.libc import (
-    MAP_ANONYMOUS,
-    MAP_FIXED,
-    MAP_FIXED_NOREPLACE,
-    MAP_NORESERVE,
-    MAP_PRIVATE,
-    MAP_SHARED,
-    PAGE_BYTES,
-    PROT_NONE,
-    PROT_READ,
-    PROT_WRITE,
-)
+from gms.backends.base import DeviceError, Hash
+from gms.devices import DLPACK_CPU, Chunk, DeviceMemory, HostMemory, device_memory
 from gms.protocol import ErrorCode, GmsError
+
+__all__ = ["Backing", "Chunk", "DeviceError", "DeviceMemory", "Hash", "HostMemory", "Reservation", "device_memory"]
 
 MAX_SCRATCH_MAPPINGS: Final = 32768
 """Half of the kernel's default vm.max_map_count (65530): the rest is the engine's."""
-
-_NOTHING: Final = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE
 
 
 class Backing(Enum):
@@ -42,105 +36,146 @@ class Backing(Enum):
 
 
 class Reservation:
-    """A range of addresses, `size_bytes` rounded up to whole pages, at a constant `address`.
+    """A range of addresses, `size_bytes` rounded up to the device's granularity, at a constant `address`.
 
-    With `address` the range is placed exactly there, or OSError(EEXIST) if something is mapped there already. Touching
-    the range while `backing` is NONE is a SIGSEGV. `close()` gives the addresses back: whatever `buffer()` returned
-    must not be used after it. There is no finalizer on purpose: tensors outlive Python references to this object.
+    With `address` the range is placed exactly there, or GmsError(not_permitted) if it is taken. Touching the range
+    while `backing` is NONE is a SIGSEGV, or the end of the GPU context. `close()` gives the addresses back: no tensor
+    over them may be used after it. There is no finalizer on purpose: tensors outlive Python references to this object.
+    Whoever changes the backing vouches that nothing works on the range meanwhile, no kernel on a GPU either.
     """
 
-    def __init__(self, size_bytes: int, *, address: int | None = None) -> None:
+    def __init__(self, size_bytes: int, *, memory: DeviceMemory | None = None, address: int | None = None) -> None:
         if size_bytes <= 0:
             raise ValueError(f"a reservation needs a positive size, not {size_bytes}")
-        self.size_bytes = libc.round_up(size_bytes)
-        self._backing = Backing.NONE
+        self.memory: Final[DeviceMemory] = HostMemory() if memory is None else memory
+        self.size_bytes: Final = libc.round_up(size_bytes, self.memory.granularity)
+        self._kind = Backing.NONE
+        self._mapped: list[tuple[int, int]] = []  # address and size of each that `unmap` must take as a whole
         self._closed = False
-        place = MAP_FIXED_NOREPLACE if address is not None else 0
-        self.address = libc.mmap(address, self.size_bytes, PROT_NONE, _NOTHING | place)
-        if address is not None and self.address != address:  # a kernel before 4.17 takes the address as a hint
-            libc.munmap(self.address, self.size_bytes)
-            raise GmsError(
-                ErrorCode.NOT_PERMITTED,
-                f"The address {address:#x} is taken in this process; ask for another.",
-            )
+        self.address: Final = self.memory.reserve(self.size_bytes, address)
 
     @property
     def backing(self) -> Backing:
-        return self._backing
+        return self._kind if self._mapped else Backing.NONE
 
-    def map(self, fd: int, *, writable: bool, offset: int = 0, length: int | None = None, at: int = 0) -> None:
-        """Puts pages of `fd` (`length` bytes from `offset` on, by default the rest of it) at `at` within the range.
+    @property
+    def mapped_bytes(self) -> int:
+        """Bytes with memory behind them, from the start of the range on."""
+        return sum(size for _, size in self._mapped)
 
-        A part of the range may be mapped while nothing, or pages of the same kind, stand behind the rest; a map of
-        the whole range replaces whatever was there. Writable pages are not inherited by forks: a child that outlives
-        its engine could otherwise go on writing into pages that belong to the next one.
+    def map(self, chunks: Sequence[Chunk], *, writable: bool) -> None:
+        """Puts whole chunks behind the range, one after the other from its start on, in place of what stood there. On
+        any error nothing stands behind it.
 
-        Raises ValueError for a part outside range or file (a mapping past the end would be a SIGBUS later), OSError
-        from mmap (EPERM or EACCES: pages are sealed, or the descriptor is read-only), GmsError(busy) for a mix.
+        Raises ValueError if they do not fit or a descriptor is not such a chunk; OSError from mmap (EPERM or EACCES:
+        the pages are sealed, or the descriptor is read-only); DeviceError.
         """
-        rest = os.fstat(fd).st_size - offset
-        length = rest if length is None else length
-        if offset % PAGE_BYTES or at % PAGE_BYTES or offset < 0 or at < 0:
-            raise ValueError(f"offset {offset} and place {at} must be multiples of {PAGE_BYTES}")
-        if length <= 0 or length > rest or at + libc.round_up(length) > self.size_bytes:
-            raise ValueError(
-                f"{length} bytes at {at} do not fit: the file has {rest} from offset {offset} on, "
-                f"the reservation {self.size_bytes}"
-            )
-        backing = Backing.PAGES_RW if writable else Backing.PAGES_RO
-        whole = at == 0 and libc.round_up(length) == self.size_bytes
-        if not whole and self._backing not in (Backing.NONE, backing):
-            raise GmsError(
-                ErrorCode.BUSY,
-                f"The range is backed by {self._backing.name}; unmap it before mapping a part of it otherwise.",
-            )
         self._open()
-        protection = PROT_READ | PROT_WRITE if writable else PROT_READ
-        libc.mmap(self.address + at, length, protection, MAP_SHARED | MAP_FIXED, fd, offset)
-        self._backing = backing
-        if writable:
-            libc.madvise(self.address + at, length, libc.MADV_DONTFORK)
+        length = sum(chunk.size_bytes for chunk in chunks)
+        unit = self.memory.granularity
+        if any(chunk.size_bytes <= 0 or chunk.size_bytes % unit for chunk in chunks):
+            raise ValueError(f"the sizes of chunks must be multiples of {unit}: {[c.size_bytes for c in chunks][:8]}")
+        if not 0 < length <= self.size_bytes:
+            raise ValueError(f"{len(chunks)} chunks of {length} bytes do not fit into {self.size_bytes}")
+        with self._replacing(Backing.PAGES_RW if writable else Backing.PAGES_RO):
+            at = self.address
+            for chunk in chunks:
+                with self.memory.opened(chunk) as handle:
+                    at = self._place(at, chunk.size_bytes, handle, writable=writable)
+            self.memory.allow(self.address, length, writable=writable)
 
     def map_scratch(self, chunk_bytes: int) -> None:
         """Backs the whole range with one chunk of `chunk_bytes`, mapped again and again: every read and write works,
-        what was written means nothing, and the cost is one chunk of memory. Raises ValueError if that would take more
-        than MAX_SCRATCH_MAPPINGS mappings."""
-        chunk = min(libc.round_up(chunk_bytes), self.size_bytes)
+        what was written means nothing, and the cost is one chunk of memory. A rest at the end, which a device could
+        not map from a part of that chunk, is a second, smaller one.
+
+        Raises ValueError if that would take more than MAX_SCRATCH_MAPPINGS mappings, GmsError(out_of_memory).
+        """
+        self._open()
+        chunk = min(libc.round_up(chunk_bytes, self.memory.granularity), self.size_bytes)
         if chunk <= 0 or self.size_bytes > chunk * MAX_SCRATCH_MAPPINGS:
             raise ValueError(
                 f"a scratch chunk of {chunk_bytes} bytes needs more than {MAX_SCRATCH_MAPPINGS} mappings for "
                 f"{self.size_bytes} bytes; use a larger chunk"
             )
-        self._open()
-        fd = os.memfd_create("gms-scratch", os.MFD_CLOEXEC)
-        try:
-            os.ftruncate(fd, chunk)
-            self._backing = Backing.SCRATCH
-            for at in range(0, self.size_bytes, chunk):
-                part = min(chunk, self.size_bytes - at)
-                libc.mmap(self.address + at, part, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd)
-        except OSError:
-            self.unmap()
-            raise
-        finally:
-            os.close(fd)
+        times, rest = divmod(self.size_bytes, chunk)
+        with self._replacing(Backing.SCRATCH):
+            at = self.address
+            with self.memory.scratch(chunk) as handle:
+                for _ in range(times):
+                    at = self._place(at, chunk, handle, writable=True)
+            if rest:
+                with self.memory.scratch(rest) as handle:
+                    self._place(at, rest, handle, writable=True)
+            self.memory.allow(self.address, self.size_bytes, writable=True)
 
     def unmap(self) -> None:
-        """Takes the memory away in one call and keeps the addresses. Harmless if nothing stands behind them."""
+        """Takes the memory away and keeps the addresses. Harmless if nothing stands behind them. If it fails, what is
+        still mapped is known, and `unmap` can be called again."""
         self._open()
-        libc.mmap(self.address, self.size_bytes, PROT_NONE, _NOTHING | MAP_FIXED)
-        self._backing = Backing.NONE
+        while self._mapped:
+            self.memory.unmap(*self._mapped[-1])
+            self._mapped.pop()
 
     def buffer(self) -> ctypes.Array[ctypes.c_ubyte]:
-        """The range as a ctypes array, for `torch.frombuffer` or `memoryview`. Touches no page."""
+        """The range as a ctypes array, for `torch.frombuffer` or `memoryview`. Touches no page. Raises
+        GmsError(wrong_device) if it is no host memory, which a CPU must not touch."""
         self._open()
+        if self.memory.dlpack_device[0] != DLPACK_CPU:
+            raise GmsError(
+                ErrorCode.WRONG_DEVICE,
+                f"Memory of {self.memory.device} has no buffer in this process; make a tensor over it, or use read().",
+            )
         return (ctypes.c_ubyte * self.size_bytes).from_address(self.address)
 
+    def read(self, offset: int, length: int) -> bytes:
+        """A copy of mapped memory. Raises ValueError if nothing is mapped there."""
+        return self.memory.read(self._within(offset, length), length)
+
+    def write(self, offset: int, data: bytes) -> None:
+        """Copies to mapped memory. Raises ValueError if nothing is mapped there, GmsError(not_permitted) if it is
+        mapped read-only."""
+        at = self._within(offset, len(data))
+        if self._kind is Backing.PAGES_RO:
+            raise GmsError(ErrorCode.NOT_PERMITTED, "The pages are mapped read-only; only their writer may write them.")
+        self.memory.write(at, data)
+
+    def digest(self, offset: int, length: int, algorithm: Hash) -> bytes:
+        """The digest of mapped memory. Raises ValueError if nothing is mapped there."""
+        return self.memory.digest(self._within(offset, length), length, algorithm)
+
     def close(self) -> None:
+        """Takes the memory away and gives the addresses back. Idempotent."""
         if not self._closed:
+            self.unmap()
+            self.memory.free(self.address, self.size_bytes)
             self._closed = True
-            self._backing = Backing.NONE
-            libc.munmap(self.address, self.size_bytes)
+
+    def _place(self, at: int, size_bytes: int, handle: int, *, writable: bool) -> int:
+        """Maps one chunk, notes it, and returns the address behind it."""
+        self.memory.place(at, size_bytes, handle, writable=writable)
+        if self._mapped and self.memory.joins:
+            self._mapped[-1] = (self._mapped[-1][0], self._mapped[-1][1] + size_bytes)
+        else:
+            self._mapped.append((at, size_bytes))
+        return at + size_bytes
+
+    @contextmanager
+    def _replacing(self, kind: Backing) -> Iterator[None]:
+        """Around the mapping of something new: nothing before it, all or nothing after it."""
+        self.unmap()
+        self._kind = kind
+        try:
+            yield
+        except BaseException:
+            self.unmap()
+            raise
+
+    def _within(self, offset: int, length: int) -> int:
+        self._open()
+        if offset < 0 or length < 0 or offset + length > self.mapped_bytes:
+            raise ValueError(f"{length} bytes at {offset} are not mapped: {self.mapped_bytes} are, from 0 on")
+        return self.address + offset
 
     def _open(self) -> None:
         if self._closed:
