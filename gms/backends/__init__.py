@@ -1,1 +1,1 @@
-"""Where pages come from: `host` (memfd) now; every backend implements `base.MemoryBackend`."""
+"""Where pages come from: `host` (memfd) and `cuda` (the driver's VMM calls); both implement `base.MemoryBackend`."""

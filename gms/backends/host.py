@@ -1,22 +1,27 @@
-"""Host memory: one memfd an allocation.
+"""Host memory: one memfd a chunk.
 
 The size is sealed from the start: a client that could shrink a file would turn another's mapping into a SIGBUS. Pages
 are filled by the service, so that they are charged to it and not to whoever touches them first. Freezing adds
 F_SEAL_WRITE: F_SEAL_FUTURE_WRITE would leave the writer's own mapping writable, and a mere read-only descriptor can be
 reopened through /proc. The kernel refuses F_SEAL_WRITE while a shared writable mapping exists (EBUSY), a mapping made
 read-only from a writable descriptor included: it could be made writable later.
+
+A chunk that is handed back is known by device, inode, size and seals, all of which the kernel vouches for; what is in
+it is for checksums to say.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import mmap
 import os
 from dataclasses import dataclass
 from typing import Final
 
 from gms import libc
-from gms.backends.base import OutOfMemoryError, StillMappedError
+from gms.backends.available import available
+from gms.backends.base import ForeignPagesError, Hash, Identity, OutOfMemoryError, StillMappedError
 
 _NO_ROOM: Final = frozenset({errno.ENOMEM, errno.ENOSPC, errno.EFBIG, errno.EFAULT, errno.EMFILE, errno.ENFILE})
 """EFAULT is what populating gives where touching would be a SIGBUS: no page could be had."""
@@ -29,17 +34,27 @@ class HostPages:
 
 
 class HostBackend:
-    """A MemoryBackend over memfd_create."""
+    """A MemoryBackend over memfd_create. `device_id` is the name of the device ("cpu:0"), which is all that it is.
+
+    Chunks need not be small here, so that by default an allocation is one; `chunk_bytes` makes them so.
+    """
 
     granularity: Final = libc.PAGE_BYTES
     slice_bytes: Final = 64 * 1024 * 1024
+    readable: Final = True
+
+    def __init__(self, device_id: str = "cpu:0", *, chunk_bytes: int = 1 << 48) -> None:
+        if chunk_bytes <= 0 or chunk_bytes % self.granularity:
+            raise ValueError(f"chunks must be a multiple of {self.granularity} bytes, not {chunk_bytes}")
+        self.device_id: Final = device_id
+        self.chunk_bytes: Final = chunk_bytes
 
     def create(self, tag: str, size_bytes: int) -> HostPages:
-        """Refuses what the machine plainly lacks before a page is touched: filling up to the very end would leave the
-        choice of a victim to the kernel. A container's own limit is not looked at; --memory-limit stands for it."""
-        available = _available_bytes()
-        if size_bytes > available:
-            raise OutOfMemoryError(f"{available} are available")
+        """Refuses what plainly is not there before a page is touched: filling up to the very end would leave the
+        choice of a victim to the kernel."""
+        left = available()
+        if size_bytes > left.size_bytes:
+            raise OutOfMemoryError(f"{left.where} has {left.size_bytes} bytes left")
         try:
             fd = _memfd(f"gms:{tag}"[:200])
             try:
@@ -78,6 +93,42 @@ class HostBackend:
                 raise StillMappedError from error
             raise
 
+    def digest(self, pages: HostPages, offset: int, length: int, algorithm: Hash) -> bytes:
+        """Reads through a private mapping: before Linux 6.7 a shared one of a sealed file is refused where the
+        descriptor could write, and it would count as a writable one where the file is not sealed yet."""
+        skip = offset % mmap.ALLOCATIONGRANULARITY
+        with (
+            mmap.mmap(pages.fd, skip + length, mmap.MAP_PRIVATE, mmap.PROT_READ, offset=offset - skip) as mapping,
+            memoryview(mapping) as whole,
+            whole[skip:] as part,
+        ):
+            return algorithm(part)
+
+    def identify(self, pages: HostPages) -> Identity:
+        return _identity(pages.fd)
+
+    def adopt(self, fd: int, identity: Identity) -> HostPages:
+        """A reader's descriptor will do for sealed pages, whose readers and checksums are all that is left to serve;
+        pages that are still written need one that can write."""
+        try:
+            found = _identity(fd)
+        except OSError as error:
+            raise ForeignPagesError(f"it is no memory that this service made ({error.strerror})") from error
+        differences = (
+            f"its {name} is {getattr(found, name)}, not {getattr(identity, name)}"
+            for name in identity.__struct_fields__
+            if getattr(found, name) != getattr(identity, name)
+        )
+        if difference := "; ".join(differences):
+            raise ForeignPagesError(difference)
+        access = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE
+        if access != os.O_RDWR and not identity.seals & fcntl.F_SEAL_WRITE:
+            raise ForeignPagesError("it cannot be written through, though the pages are not sealed")
+        try:
+            return HostPages(os.dup(fd), identity.size_bytes)
+        except OSError as error:
+            raise ForeignPagesError(f"it cannot be kept ({error.strerror})") from error
+
     def share(self, pages: HostPages, *, writable: bool) -> int:
         if writable:
             return os.dup(pages.fd)
@@ -87,12 +138,11 @@ class HostBackend:
         os.close(pages.fd)
 
 
-def _available_bytes() -> int:
-    with open("/proc/meminfo", encoding="ascii") as lines:
-        for line in lines:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return 1 << 62
+def _identity(fd: int) -> Identity:
+    """Raises OSError for what is no memfd: seals are asked for first, and nothing else has them."""
+    seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    file = os.fstat(fd)
+    return Identity(size_bytes=file.st_size, device=file.st_dev, inode=file.st_ino, seals=seals)
 
 
 def _memfd(name: str) -> int:

@@ -1,15 +1,21 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import mmap
 import os
+import socket
+import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
 from gms import libc
 from gms.backends import host
-from gms.backends.base import OutOfMemoryError, StillMappedError
+from gms.backends.available import available
+from gms.backends.base import ForeignPagesError, OutOfMemoryError, StillMappedError
 from gms.backends.host import HostBackend, HostPages
 
 SIZE = 4 * mmap.PAGESIZE
@@ -29,6 +35,10 @@ def pages(backend: HostBackend) -> Iterator[HostPages]:
 
 def seals(pages: HostPages) -> int:
     return fcntl.fcntl(pages.fd, fcntl.F_GET_SEALS)
+
+
+def sha(data: memoryview) -> bytes:
+    return hashlib.sha256(data).digest()
 
 
 def resident(pages: HostPages) -> int:
@@ -77,7 +87,7 @@ def test_no_room_is_out_of_memory(
 
 
 def test_more_than_the_machine_has_is_refused_at_once(backend: HostBackend) -> None:
-    with pytest.raises(OutOfMemoryError, match="are available"):
+    with pytest.raises(OutOfMemoryError, match=r"this (machine|container) has \d+ bytes left"):
         backend.create("w", 1 << 48)
 
 
@@ -113,3 +123,161 @@ def test_freezing_mapped_pages_is_refused(backend: HostBackend, pages: HostPages
         backend.freeze(pages)
     mapping.close()
     backend.freeze(pages)
+
+
+def test_a_digest_is_of_the_part_asked_for_and_leaves_no_mapping(backend: HostBackend, pages: HostPages) -> None:
+    data = os.urandom(SIZE)
+    os.pwrite(pages.fd, data, 0)
+    ranges = [(0, SIZE), (0, 1), (1, 1), (mmap.PAGESIZE - 1, 2), (mmap.PAGESIZE, 5), (SIZE - 3, 3), (5, SIZE - 5)]
+    for offset, length in ranges:
+        assert backend.digest(pages, offset, length, sha) == sha(memoryview(data)[offset : offset + length])
+    backend.freeze(pages)  # a shared writable mapping left behind would refuse it
+    assert backend.digest(pages, 0, SIZE, sha) == sha(memoryview(data))
+
+
+def test_a_digest_lets_other_threads_run(backend: HostBackend, pages: HostPages) -> None:
+    """The hash waits for another thread, which can only come by while the interpreter's lock is free."""
+    other = threading.Event()
+    thread = threading.Thread(target=other.set)
+
+    def algorithm(data: memoryview) -> bytes:
+        thread.start()
+        assert other.wait(10)
+        return bytes(data[:1])
+
+    assert backend.digest(pages, 0, 1, algorithm) == b"\0"
+    thread.join()
+
+
+def test_pages_are_taken_back_by_what_the_kernel_says_of_them(backend: HostBackend) -> None:
+    pages = backend.create("w", SIZE)
+    os.pwrite(pages.fd, b"hello", 0)
+    identity = backend.identify(pages)
+    shared = backend.share(pages, writable=True)
+    backend.destroy(pages)
+    again = HostBackend().adopt(shared, identity)
+    os.close(shared)  # the caller's own
+    assert (os.pread(again.fd, 5, 0), os.get_inheritable(again.fd)) == (b"hello", False)
+    assert backend.identify(again) == identity
+    backend.freeze(again)
+    sealed = backend.identify(again)
+    assert sealed != identity
+    reader = backend.share(again, writable=False)
+    backend.destroy(again)
+    last = HostBackend().adopt(reader, sealed)
+    os.close(reader)
+    third = backend.share(last, writable=False)
+    assert os.read(third, 5) == b"hello"
+    assert backend.digest(last, 0, 5, bytes) == b"hello"
+    backend.freeze(last)
+    os.close(third)
+    backend.destroy(last)
+
+
+def test_what_is_not_the_chunk_described_is_refused_without_damage(
+    backend: HostBackend, pages: HostPages, tmp_path: Path
+) -> None:
+    identity = backend.identify(pages)
+    with ExitStack() as stack:
+
+        def kept(fd: int) -> int:
+            stack.callback(os.close, fd)
+            return fd
+
+        other = backend.create("w", SIZE)
+        stack.callback(backend.destroy, other)
+        file = tmp_path / "file"
+        file.write_bytes(bytes(SIZE))
+        ends = os.pipe()
+        plain = kept(os.memfd_create("w", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+        os.ftruncate(plain, mmap.PAGESIZE)
+        refused = {
+            kept(ends[0]): "no memory",
+            kept(ends[1]): "no memory",
+            kept(os.open(tmp_path, os.O_RDONLY)): "no memory",
+            kept(os.open(file, os.O_RDWR)): "no memory",
+            kept(os.open(f"/proc/self/fd/{pages.fd}", os.O_PATH)): "no memory",
+            kept(socket.socket().detach()): "no memory",
+            plain: "its size_bytes is 4096, not 16384; its inode is",
+            other.fd: "its inode is",
+            kept(backend.share(pages, writable=False)): "cannot be written through",
+            1 << 20: "no memory",  # not open
+        }
+        before = len(os.listdir("/proc/self/fd"))
+        for fd, reason in refused.items():
+            with pytest.raises(ForeignPagesError, match=reason):
+                backend.adopt(fd, identity)
+        assert len(os.listdir("/proc/self/fd")) == before
+        backend.freeze(pages)
+        with pytest.raises(ForeignPagesError, match="its seals is"):
+            backend.adopt(pages.fd, identity)
+
+
+def test_out_of_descriptors_is_no_reason_to_end(
+    backend: HostBackend, pages: HostPages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_left(fd: int) -> int:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(os, "dup", none_left)
+    with pytest.raises(ForeignPagesError, match="cannot be kept"):
+        backend.adopt(pages.fd, backend.identify(pages))
+
+
+def test_chunks_are_as_large_as_asked_for() -> None:
+    assert HostBackend("cpu:1", chunk_bytes=2 * mmap.PAGESIZE).chunk_bytes == 2 * mmap.PAGESIZE
+    assert HostBackend("cpu:1").device_id == "cpu:1"
+    assert HostBackend().chunk_bytes == 1 << 48
+    for size in (0, -mmap.PAGESIZE, mmap.PAGESIZE + 1):
+        with pytest.raises(ValueError, match="multiple"):
+            HostBackend(chunk_bytes=size)
+
+
+# How much there is
+
+
+GROUPS = {
+    "v2": ("0::/a/b\n", "a/b", {"memory.max": "1000", "memory.current": "400"}, 600),
+    "v2, above": ("0::/a/b\n", "a", {"memory.max": "1000", "memory.current": "400"}, 600),
+    "v2, in a container": ("0::/\n", "", {"memory.max": "1000", "memory.current": "1001"}, 0),
+    "v2 beside v1": ("0::/a\n", "unified/a", {"memory.max": "1000", "memory.current": "400"}, 600),
+    "v2, cache": (
+        "0::/\n",
+        "",
+        {"memory.max": "1000", "memory.current": "900", "memory.stat": "anon 5\ninactive_file 300\nactive_file 200\n"},
+        600,
+    ),
+    "v1": (
+        "7:cpu,memory:/x\n0::/\n",
+        "memory/x",
+        {"memory.limit_in_bytes": "1000", "memory.usage_in_bytes": "900", "memory.stat": "total_inactive_file 500\n"},
+        600,
+    ),
+    "v1, in a container": (
+        "4:memory:/docker/far/away\n",
+        "memory",
+        {"memory.limit_in_bytes": "1000", "memory.usage_in_bytes": "400"},
+        600,
+    ),
+    "no limit": ("0::/\n", "", {"memory.max": "max", "memory.current": "400"}, 2048),
+    "no memory controller": ("0::/\n2:cpu:/x\n", "", {}, 2048),
+    "no cgroups": ("", "", {}, 2048),
+}
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_a_containers_limit_counts(tmp_path: Path, name: str) -> None:
+    lines, folder, files, left = GROUPS[name]
+    proc, mounted = tmp_path / "proc", tmp_path / "cgroup"
+    (proc / "self").mkdir(parents=True)
+    (proc / "self/cgroup").write_text(lines)
+    (proc / "meminfo").write_text("MemTotal: 4 kB\nMemFree: 1 kB\nMemAvailable:   2 kB\n")
+    (mounted / folder).mkdir(parents=True)
+    for file, text in files.items():
+        (mounted / folder / file).write_text(text)
+    found = available(proc, mounted)
+    assert found == (left, "this machine" if left == 2048 else "this container")
+
+
+def test_a_machine_that_does_not_say_limits_nothing(tmp_path: Path) -> None:
+    assert available(tmp_path, tmp_path).size_bytes == 1 << 62
