@@ -160,11 +160,12 @@ class HostMemory:
     def place(self, address: int, size_bytes: int, handle: int, *, writable: bool) -> None:
         """Writable memory is not inherited by forks: a child that outlives its engine could otherwise go on writing
         into pages that belong to the next one."""
-        protection = PROT_READ | PROT_WRITE if writable else PROT_READ
         try:
-            libc.mmap(address, size_bytes, protection, MAP_SHARED | MAP_FIXED, handle)
             if writable:
+                libc.mmap(address, size_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, handle)
                 libc.madvise(address, size_bytes, libc.MADV_DONTFORK)
+            else:
+                _map_read_only(address, size_bytes, handle)
         except OSError:
             self.unmap(address, size_bytes)  # a failed mmap may have left a hole, which others could be placed in
             raise
@@ -183,6 +184,18 @@ class HostMemory:
 
     def digest(self, address: int, length: int, algorithm: Hash) -> bytes:
         return algorithm(memoryview((ctypes.c_ubyte * length).from_address(address)).cast("B"))
+
+
+def _map_read_only(address: int, size_bytes: int, fd: int) -> None:
+    """Before Linux 6.7 sealed pages could not be mapped by a descriptor that can write, as their writer's can."""
+    try:
+        libc.mmap(address, size_bytes, PROT_READ, MAP_SHARED | MAP_FIXED, fd)
+    except PermissionError:
+        reader = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            libc.mmap(address, size_bytes, PROT_READ, MAP_SHARED | MAP_FIXED, reader)
+        finally:
+            os.close(reader)
 
 
 def device_memory(name: str) -> DeviceMemory:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import mmap
 import os
@@ -195,6 +196,28 @@ def test_a_read_only_descriptor_cannot_be_mapped_writable(pages: Pages) -> None:
             assert range_.backing is Backing.NONE
     finally:
         os.close(reader)
+
+
+def test_sealed_pages_are_mapped_by_their_writer_on_older_kernels_too(
+    pages: Pages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They refuse what a writing descriptor asks for."""
+    kernel = libc.mmap
+
+    def before_6_7(address: int | None, length: int, protection: int, flags: int, fd: int = -1, offset: int = 0) -> int:
+        if fd >= 0 and fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR:
+            raise PermissionError(errno.EPERM, "mmap: Operation not permitted")
+        return kernel(address, length, protection, flags, fd, offset)
+
+    descriptors = os.listdir("/proc/self/fd")
+    with Reservation(PAGE) as range_:
+        monkeypatch.setattr(libc, "mmap", before_6_7)
+        chunk = pages(5)
+        range_.map([chunk], writable=False)
+        assert range_.read(0, 1) == b"\x05"
+        with pytest.raises(PermissionError):
+            range_.map([chunk], writable=True)
+    assert len(os.listdir("/proc/self/fd")) == len(descriptors) + 1  # the chunk's own
 
 
 def test_contents_are_read_written_and_hashed_where_memory_is(pages: Pages) -> None:
