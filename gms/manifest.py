@@ -15,9 +15,13 @@ ALIGNMENT: Final = 4096
 """A page: a tensor never shares one with its neighbour, so that what is read is what is resident."""
 
 
-class Slot(Struct, frozen=True, kw_only=True):
-    """One storage, `size_bytes` at `offset` in the allocation, and the tensor over it. `shape`, `stride` and
-    `storage_offset` count elements of `dtype`, which is called as torch calls it ("bfloat16")."""
+class Slot(Struct, frozen=True, kw_only=True, array_like=True):
+    """One storage, `size_bytes` at `offset` in the allocation, and the tensor over it; tensors over the same storage
+    have the same place. `shape`, `stride` and `storage_offset` count elements of `dtype`, which is called as torch
+    calls it ("bfloat16"). `device` is the kind of device that the tensor is used on ("cpu", "cuda").
+
+    Encoded without the names of its fields: a model has thousands of these.
+    """
 
     offset: int
     size_bytes: int
@@ -25,17 +29,20 @@ class Slot(Struct, frozen=True, kw_only=True):
     stride: tuple[int, ...]
     storage_offset: int
     dtype: str
+    device: str = "cpu"
 
 
 class Manifest(Struct, frozen=True, kw_only=True, tag="tensors"):
-    """What a reader needs to build a model without its checkpoint. `tag` names the allocation, `aliases` maps the name
-    of a tied tensor to the name that it is stored under."""
+    """What a reader needs to build a model without its checkpoint. `tag` names the allocation, `attributes` are tensors
+    that a module has without having registered them, `aliases` maps the further names of one and the same tensor to
+    the name that it is stored under."""
 
     tag: str
     size_bytes: int
     parameters: dict[str, Slot]
     buffers: dict[str, Slot]
     aliases: dict[str, str]
+    attributes: dict[str, Slot] = {}
 
     def encode(self) -> bytes:
         return msgspec.msgpack.encode(self)
@@ -46,7 +53,8 @@ class Manifest(Struct, frozen=True, kw_only=True, tag="tensors"):
         return msgspec.msgpack.decode(raw, type=cls)
 
     def slots(self) -> dict[str, Slot]:
-        return {**self.parameters, **self.buffers}
+        """Everything that is stored, by name."""
+        return {**self.parameters, **self.buffers, **self.attributes}
 
 
 class SlotPlanner:
