@@ -1,6 +1,6 @@
 """`hotspare gms`, `python -m gms`: runs the memory service of one device until SIGTERM or SIGINT.
 
-Exit codes: 0 ended as asked, 2 bad configuration (one sentence on stderr says which).
+Exit codes: 0 ended as asked, 1 the device failed, 2 bad configuration (one sentence on stderr says which).
 """
 
 from __future__ import annotations
@@ -19,7 +19,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from gms.settings import GmsSettings
 
+EXIT_DEVICE_FAILED = 1
 EXIT_BAD_CONFIGURATION = 2
+_FLAGS = {
+    "socket": "PATH",
+    "device": "KIND:N",
+    "memory_limit": "SIZE",
+    "chunk_size": "SIZE",
+    "adopt_timeout_seconds": "S",
+    "metrics_port": "PORT",
+}
 _ALIASES = {"HOTSPARE_GMS_LOG_LEVEL": "HOTSPARE_GMS_LOG_LEVEL or HOTSPARE_LOG_LEVEL"}
 """A problem is reported under the first name that could have been used."""
 
@@ -54,17 +63,21 @@ def main() -> int:
 
 async def _run(settings: GmsSettings) -> int:
     from gms.factory import running
-    from gms.server import StartError
+    from gms.socket_path import StartError
 
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     log = logging.getLogger("gms")
     try:
-        async with running(settings):
+        async with running(settings) as failure:
             limit = f"{settings.memory_limit} bytes at most" if settings.memory_limit else "no memory limit"
             log.info("memory service for %s listens on %s, %s", settings.device, settings.socket, limit)
+            failure.add_done_callback(lambda _: stop.set())
             await stop.wait()
+            if failure.done():
+                log.critical("memory service for %s ends: %s", settings.device, failure.result())
+                return EXIT_DEVICE_FAILED
             log.info("memory service for %s ends", settings.device)
     except StartError as error:
         return _refuse(str(error))
@@ -76,7 +89,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="hotspare gms", description="Hotspare's memory service: owns the pages of one device."
     )
-    for name, metavar in {"socket": "PATH", "device": "KIND:N", "memory_limit": "SIZE", "metrics_port": "PORT"}.items():
+    for name, metavar in _FLAGS.items():
         made.add_argument(f"--{name.replace('_', '-')}", metavar=metavar, help=f"overrides HOTSPARE_GMS_{name.upper()}")
     return made
 
@@ -98,7 +111,7 @@ def _allow_files() -> None:
 def _sentence(location: tuple[int | str, ...], message: str) -> str:
     name = str(location[0]) if location else "settings"
     variable = _ALIASES.get(name) or (name if name.isupper() else f"HOTSPARE_GMS_{name.upper()}")
-    flag = f" or --{name.replace('_', '-')}" if name in ("socket", "device", "memory_limit", "metrics_port") else ""
+    flag = f" or --{name.replace('_', '-')}" if name in _FLAGS else ""
     return f"{variable}{flag}: {message}."
 
 

@@ -7,27 +7,46 @@ the limit, and it is cancelled if they cannot be had. Entries belong to a (pool,
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Final, Generic, TypeVar
 
+from gms.backends.base import Identity
 from gms.protocol import AllocationInfo, ErrorCode, GmsError
 
-MAX_ALLOCATIONS: Final = 8192
-"""All generations together. Each costs one descriptor of the service, and all must fit into one status reply."""
+MAX_CHUNKS: Final = 8192
+"""All allocations together. Each costs descriptors of the service, and all must fit into one status reply."""
 
 P = TypeVar("P")
 
 
 @dataclass(slots=True, eq=False)
 class Entry(Generic[P]):
-    """`owner` is who asked for it ("engine a"); `pages` is None until the backend has filled them."""
+    """One allocation, in chunks. `owner` is who asked for it ("engine a"), `client` its number, 0 for one of an earlier
+    service. `pages` has None where a chunk is not filled yet, or not handed back; `digests` are those of its pieces,
+    in the order of `gms.integrity.pieces`, once it is committed."""
 
     pool: str
     generation: int
     tag: str
     size_bytes: int
+    chunk_bytes: int
     owner: str
-    pages: P | None = None
+    client: int = 0
+    identities: list[Identity] = field(default_factory=list)
+    digests: list[bytes] = field(default_factory=list)
+    pages: list[P | None] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.pages = [None] * -(-self.size_bytes // self.chunk_bytes)
+
+    @property
+    def filled(self) -> bool:
+        return None not in self.pages
+
+    def chunk_size(self, index: int) -> int:
+        """Bytes of chunk number `index`."""
+        return min(self.chunk_bytes, self.size_bytes - index * self.chunk_bytes)
 
 
 class AllocationTable(Generic[P]):
@@ -37,33 +56,43 @@ class AllocationTable(Generic[P]):
         self.limit_bytes = limit_bytes
         self._entries: dict[tuple[str, int], dict[str, Entry[P]]] = {}
         self._manifests: dict[tuple[str, int], bytes] = {}
-        self._count = 0
+        self._chunks = 0
+        self._by_pool: Counter[str] = Counter()
+        self._high_by_pool: Counter[str] = Counter()
         self.total_bytes = 0
+        self.high_water_bytes = 0
 
-    def reserve(self, pool: str, generation: int, tag: str, size_bytes: int, owner: str) -> Entry[P]:
-        """Room for an allocation. Raises GmsError: out_of_memory, too_many, exists, size_mismatch."""
-        if (existing := self.get(pool, generation, tag)) is not None:
-            if existing.size_bytes == size_bytes:
+    def reserve(self, entry: Entry[P]) -> None:
+        """Makes room for an allocation. Raises GmsError: out_of_memory, too_many, exists, size_mismatch."""
+        if (existing := self.get(entry.pool, entry.generation, entry.tag)) is not None:
+            if existing.size_bytes == entry.size_bytes:
                 raise GmsError(
-                    ErrorCode.EXISTS, f"{tag!r} is allocated in {pool} already; export it, or use another tag."
+                    ErrorCode.EXISTS,
+                    f"{entry.tag!r} is allocated in {entry.pool} already; export it, or use another tag.",
                 )
             raise GmsError(
                 ErrorCode.SIZE_MISMATCH,
-                f"{tag!r} exists in {pool} with {existing.size_bytes} bytes, {size_bytes} were asked for; "
-                "use another tag, or engines of one configuration.",
+                f"{entry.tag!r} exists in {entry.pool} with {existing.size_bytes} bytes, {entry.size_bytes} were asked "
+                "for; use another tag, or engines of one configuration.",
             )
-        if self._count >= MAX_ALLOCATIONS:
+        if self._chunks + len(entry.pages) > MAX_CHUNKS:
             raise GmsError(
                 ErrorCode.TOO_MANY,
-                f"{MAX_ALLOCATIONS} allocations stand already; allocate fewer and larger ones.",
+                f"{self._chunks} chunks of memory stand already, {len(entry.pages)} more are too many (the most is "
+                f"{MAX_CHUNKS}); allocate fewer and larger ones, or raise --chunk-bytes.",
             )
-        if self.limit_bytes is not None and self.total_bytes + size_bytes > self.limit_bytes:
-            raise GmsError(ErrorCode.OUT_OF_MEMORY, self._full(pool, tag, size_bytes), retryable=True)
-        entry: Entry[P] = Entry(pool, generation, tag, size_bytes, owner)
-        self._entries.setdefault((pool, generation), {})[tag] = entry
-        self._count += 1
-        self.total_bytes += size_bytes
-        return entry
+        if self.limit_bytes is not None and self.total_bytes + entry.size_bytes > self.limit_bytes:
+            raise GmsError(ErrorCode.OUT_OF_MEMORY, self._full(entry), retryable=True)
+        self.restore(entry)
+
+    def restore(self, entry: Entry[P]) -> None:
+        """Counts an allocation that stands already, whatever the limit."""
+        self._entries.setdefault((entry.pool, entry.generation), {})[entry.tag] = entry
+        self._chunks += len(entry.pages)
+        self.total_bytes += entry.size_bytes
+        self.high_water_bytes = max(self.high_water_bytes, self.total_bytes)
+        self._by_pool[entry.pool] += entry.size_bytes
+        self._high_by_pool[entry.pool] = max(self._high_by_pool[entry.pool], self._by_pool[entry.pool])
 
     def cancel(self, entry: Entry[P]) -> bool:
         """Takes a reservation back. False if it went with its generation before."""
@@ -98,7 +127,11 @@ class AllocationTable(Generic[P]):
 
     def info(self, pool: str, generation: int) -> list[AllocationInfo]:
         """What is filled and may be exported."""
-        return [AllocationInfo(e.tag, e.size_bytes) for e in self.entries(pool, generation) if e.pages is not None]
+        return [
+            AllocationInfo(entry.tag, entry.size_bytes, entry.chunk_bytes)
+            for entry in self.entries(pool, generation)
+            if entry.filled
+        ]
 
     def manifest(self, pool: str, generation: int) -> bytes:
         return self._manifests.get((pool, generation), b"")
@@ -111,33 +144,42 @@ class AllocationTable(Generic[P]):
         for entry in self.entries(pool, generation):
             entry.owner = owner
 
-    def bytes_by_pool(self) -> Counter[str]:
-        return self._sum("pool")
+    def bytes_in(self, pool: str) -> int:
+        return self._by_pool[pool]
+
+    def high_water_in(self, pool: str) -> int:
+        """The most that was ever allocated in the pool at a time."""
+        return self._high_by_pool[pool]
 
     def bytes_by_owner(self) -> Counter[str]:
-        return self._sum("owner")
+        sums: Counter[str] = Counter()
+        for entry in self._all():
+            sums[entry.owner] += entry.size_bytes
+        return sums
 
     def bytes_of(self, pool: str, generation: int) -> int:
         return sum(entry.size_bytes for entry in self.entries(pool, generation))
 
-    def _sum(self, by: str) -> Counter[str]:
-        sums: Counter[str] = Counter()
+    def _all(self) -> Iterator[Entry[P]]:
         for entries in self._entries.values():
-            for entry in entries.values():
-                sums[getattr(entry, by)] += entry.size_bytes
-        return sums
+            yield from entries.values()
 
     def _forget(self, entry: Entry[P]) -> None:
-        self._count -= 1
+        self._chunks -= len(entry.pages)
         self.total_bytes -= entry.size_bytes
+        self._by_pool[entry.pool] -= entry.size_bytes
+        if not self._by_pool[entry.pool] and entry.pool.startswith("weights/"):
+            del self._by_pool[entry.pool], self._high_by_pool[entry.pool]  # names made of hashes would pile up
 
-    def _full(self, pool: str, tag: str, size_bytes: int) -> str:
+    def holders(self) -> str:
+        """Who holds what, the largest first, for people."""
         pairs: Counter[str] = Counter()
-        for (name, _), entries in self._entries.items():
-            for entry in entries.values():
-                pairs[f"{name} of {entry.owner}"] += entry.size_bytes
-        holders = ", ".join(f"{amount} by {who}" for who, amount in pairs.most_common(5)) or "nothing"
+        for entry in self._all():
+            pairs[f"{entry.pool} of {entry.owner}"] += entry.size_bytes
+        return ", ".join(f"{amount} by {who}" for who, amount in pairs.most_common(5)) or "nothing"
+
+    def _full(self, entry: Entry[P]) -> str:
         return (
-            f"{size_bytes} bytes for {tag!r} in {pool} do not fit: the memory limit is {self.limit_bytes}, held are "
-            f"{holders}. Raise --memory-limit, or end one of them."
+            f"{entry.size_bytes} bytes for {entry.tag!r} in {entry.pool} do not fit: the memory limit is "
+            f"{self.limit_bytes}, held are {self.holders()}. Raise --memory-limit, or end one of them."
         )

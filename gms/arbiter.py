@@ -16,15 +16,23 @@ MAX_POOLS: Final = 64
 
 
 class Arbiter:
-    """All pools of one service."""
+    """All pools of one service. `after` is the highest generation that was ever given out before."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, after: int = 0) -> None:
         self._pools: dict[str, Pool] = {}
-        self._generations = itertools.count(1)  # of all pools: a number never means two things
+        self._generations = itertools.count(after + 1)  # of all pools: a number never means two things
 
     @property
     def pools(self) -> dict[str, Pool]:
         return self._pools
+
+    def restore(self, pool: str, *, adopting: int, fence: int, lease_epoch: int) -> None:
+        """What a journal says of a pool. `adopting` is the generation that is to be handed back, 0 if none is."""
+        if not staged(pool):
+            made = EpochPool(pool, self._generations, adopting=adopting, fence=fence, lease_epoch=lease_epoch)
+            self._pools[pool] = made
+        elif adopting:
+            self._pools[pool] = StagedPool(pool, self._generations, adopting=adopting)
 
     def attach(self, request: Request) -> list[Action]:
         pool = self._pools.get(request.pool)
@@ -34,7 +42,7 @@ class Arbiter:
                     f"{MAX_POOLS} pools stand already, {request.pool} is one too many; restart the service to clear it."
                 )
                 return [Refuse(request, ErrorCode.TOO_MANY, message)]
-            kind = StagedPool if request.pool.startswith("weights/") else EpochPool
+            kind = StagedPool if staged(request.pool) else EpochPool
             pool = self._pools[request.pool] = kind(request.pool, self._generations)
         return self._tidy(request.pool, pool.request(request))
 
@@ -46,11 +54,45 @@ class Arbiter:
     def commit(self, client: int, pool: str) -> list[Action]:
         return self._pools[pool].commit(client)
 
+    def inherit(self, pool: str, others: frozenset[int], client: int) -> None:
+        """See `gms.leases.Pool.inherit`."""
+        if pool in self._pools:
+            self._pools[pool].inherit(others, client)
+
+    def adopted(self, pool: str, client: int) -> list[Action]:
+        """Every page of an ADOPTING pool is there; where a pool has one holder, it is `client`."""
+        return self._pools[pool].adopted(client)
+
+    def rejoin(self, client: int, pool: str) -> None:
+        """The client goes on reading what it has mapped. Raises ValueError where nothing is committed."""
+        found = self._pools[pool]
+        if isinstance(found, StagedPool):
+            found.rejoin(client)
+
+    def settle(self, pool: str) -> list[Action]:
+        """The pages of an ADOPTING pool will not come back."""
+        return self._tidy(pool, self._pools[pool].settle()) if pool in self._pools else []
+
+    def condemn(self, pool: str, reason: str) -> list[Action]:
+        """What is committed there is not what was written."""
+        found = self._pools.get(pool)
+        return found.condemn(reason) if isinstance(found, StagedPool) else []
+
+    def evict(self) -> list[Action]:
+        """Gives up the oldest weights that nobody uses, if there are any."""
+        for name, pool in self._pools.items():
+            if isinstance(pool, StagedPool) and (actions := pool.evict()):
+                return self._tidy(name, actions)
+        return []
+
     def expire(self, now: float) -> list[Action]:
         return [a for name, pool in list(self._pools.items()) for a in self._tidy(name, pool.expire(now))]
 
     def next_deadline(self) -> float | None:
         return min((request.deadline for pool in self._pools.values() for request in pool.waiting()), default=None)
+
+    def adopting(self) -> list[str]:
+        return [name for name, pool in self._pools.items() if pool.adopting]
 
     def lease(self, client: int, pool: str) -> Held | None:
         held = self._pools[pool].held() if pool in self._pools else ()
@@ -69,3 +111,8 @@ class Arbiter:
         if isinstance(pool, StagedPool) and pool.idle:
             del self._pools[name]
         return actions
+
+
+def staged(pool: str) -> bool:
+    """Whether a pool of this name is written once and read by many; the others are held by one epoch after another."""
+    return pool.startswith("weights/")

@@ -3,51 +3,101 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from gms.server import Server, StartError
+import xxhash
+
+from gms.backends.base import DeviceError, MemoryBackend
+from gms.journal import Journal
+from gms.protocol import GmsError
+from gms.server import Server
 from gms.service import MemoryService
+from gms.socket_path import SocketPath, StartError
 
 if TYPE_CHECKING:
-    from gms.backends.host import HostBackend
+    from gms.metrics import Closeable, Metrics
     from gms.settings import GmsSettings
 
 
 @asynccontextmanager
-async def running(settings: GmsSettings) -> AsyncIterator[Server]:
-    """A listening service, closed at the end. Raises StartError, whose text says what to change."""
-    backend = _backend(settings.device)
-    metrics = None
-    if settings.metrics_port:
-        from gms.metrics import Metrics  # 90 ms of imports that a service without metrics need not wait for
+async def running(settings: GmsSettings) -> AsyncIterator[asyncio.Future[DeviceError]]:
+    """A listening service, closed at the end; what it gives is done when the device fails, and the service must end
+    then. Raises StartError, whose text says what to change."""
+    loop = asyncio.get_running_loop()
+    failure: asyncio.Future[DeviceError] = loop.create_future()
 
-        metrics = Metrics()
-    limit = None if settings.memory_limit is None else int(settings.memory_limit)
-    service = MemoryService(backend, device=settings.device, limit_bytes=limit, observer=metrics)
-    server = Server(service, settings.socket)
-    exporter = None
-    if metrics is not None:
-        host, port = settings.metrics_host, settings.metrics_port
-        try:
-            exporter = metrics.serve(host, port, service.status, asyncio.get_running_loop())
-        except OSError as error:
-            raise StartError(f"Metrics cannot be served on {host}:{port}: {error.strerror or error}.") from error
+    def first(error: DeviceError) -> None:
+        if not failure.done():
+            failure.set_result(error)
+
+    def fail(error: DeviceError) -> None:
+        loop.call_soon_threadsafe(first, error)
+
+    async with AsyncExitStack() as stack:
+        backend = _backend(settings)
+        path = stack.enter_context(SocketPath(settings.socket))
+        metrics = None
+        if settings.metrics_port:
+            from gms.metrics import Metrics  # 90 ms of imports that a service without metrics need not wait for
+
+            metrics = Metrics()
+        service = MemoryService(
+            backend,
+            device=settings.device,
+            algorithm=digest,
+            journal=_journal(settings.socket),
+            limit_bytes=None if settings.memory_limit is None else int(settings.memory_limit),
+            adopt_seconds=settings.adopt_timeout_seconds,
+            observer=metrics,
+            fail=fail,
+        )
+        stack.callback(service.close)
+        server = Server(service)
+        stack.push_async_callback(server.close)
+        if metrics is not None:
+            exporter = _export(metrics, service, settings)
+            stack.callback(exporter.server_close)
+            stack.push_async_callback(asyncio.to_thread, exporter.shutdown)
+        server.start(path.listen())
+        yield failure
+
+
+def _export(metrics: Metrics, service: MemoryService[Any], settings: GmsSettings) -> Closeable:
+    host, port = settings.metrics_host, settings.metrics_port
     try:
-        server.start()
-        yield server
-    finally:
-        if exporter is not None:
-            await asyncio.to_thread(exporter.shutdown)
-            exporter.server_close()
-        await server.close()
+        return metrics.serve(host, port, service.status, asyncio.get_running_loop())
+    except OSError as error:
+        raise StartError(f"Metrics cannot be served on {host}:{port}: {error.strerror or error}.") from error
 
 
-def _backend(device: str) -> HostBackend:
-    if re.fullmatch(r"cpu:\d+", device):
-        from gms.backends.host import HostBackend
+def digest(data: memoryview) -> bytes:
+    """XXH3, 128 bits: fast, and made to tell apart what was changed by accident. It proves nothing against malice."""
+    return xxhash.xxh3_128_digest(data)
 
-        return HostBackend()
-    raise StartError(f"The device {device!r} is unknown to this version; use cpu:0.")
+
+def _journal(socket: str) -> Journal:
+    folder = Path(f"{socket}.state")
+    try:
+        return Journal(folder)
+    except OSError as error:
+        raise StartError(f"The folder {folder} cannot be used: {error.strerror or error}.") from error
+
+
+def _backend(settings: GmsSettings) -> MemoryBackend[Any]:
+    chunk = None if settings.chunk_size is None else int(settings.chunk_size)
+    kind, _, number = settings.device.partition(":")
+    try:
+        if kind == "cpu" and number.isdecimal():
+            from gms.backends.host import HostBackend
+
+            return HostBackend(settings.device) if chunk is None else HostBackend(settings.device, chunk_bytes=chunk)
+        if kind == "cuda" and number.isdecimal():
+            from gms.backends.cuda import CudaBackend
+
+            return CudaBackend(int(number)) if chunk is None else CudaBackend(int(number), chunk_bytes=chunk)
+    except (DeviceError, GmsError, ValueError) as error:
+        raise StartError(f"The device {settings.device} cannot be used: {error}") from error
+    raise StartError(f"The device {settings.device!r} is unknown to this version; use cpu:0, cpu:1, ... or cuda:0, ...")

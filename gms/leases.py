@@ -16,6 +16,17 @@ class PoolState(StrEnum):
     COMMITTED = "COMMITTED"
     """Pages stand, nobody is attached. In the kv pools too: the last holder is gone, the next one takes them over."""
     READ = "READ"
+    ADOPTING = "ADOPTING"
+    """After a restart: a journal says what stood here, and clients that still have it are handing it back."""
+
+
+class Cause(StrEnum):
+    """What a request waits for; the value completes "because ..."."""
+
+    ADOPTION = "its pages are still being handed back after a restart of the service"
+    EMPTY = "nobody has committed anything to it"
+    PROOF = "nothing proves yet that its last holder is gone"
+    WRITER = "another client is still writing it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +85,54 @@ class Pool(Protocol):
     @property
     def current(self) -> int: ...
     @property
-    def epoch(self) -> int: ...
+    def epoch(self) -> int:
+        """The highest epoch that ever asked, 0 where epochs mean nothing; -1 before the first."""
+        ...
+
+    @property
+    def lease_epoch(self) -> int:
+        """The epoch that the present or last holder was granted."""
+        ...
+
+    @property
+    def standing(self) -> int:
+        """The generation that would be handed back if the service started again now; 0 for none."""
+        ...
+
+    @property
+    def adopting(self) -> bool: ...
+    @property
+    def corrupt(self) -> str:
+        """Why what was committed is given to nobody any more; empty if all is well."""
+        ...
+
     def request(self, request: Request) -> list[Action]: ...
     def leave(self, client: int, proof: bool) -> list[Action]: ...
     def commit(self, client: int) -> list[Action]: ...
     def expire(self, now: float) -> list[Action]: ...
     def held(self) -> Iterator[Held]: ...
     def waiting(self) -> list[Request]: ...
+    def cause(self) -> Cause:
+        """What the first of those waits for."""
+        ...
+
+    def inherit(self, others: frozenset[int], client: int) -> None:
+        """These clients are earlier connections of the process behind `client`: what waits for their proof waits for
+        that of `client`, who may also have it back."""
+        ...
+
+    def may_return(self, client: int) -> bool:
+        """Whether `client` may go on with the current generation, which it says it has mapped."""
+        ...
+
+    def adopted(self, client: int | None) -> list[Action]:
+        """Everything is handed back; `client` is the holder that did it, for pools that have one."""
+        ...
+
+    def settle(self) -> list[Action]:
+        """No more will be handed back: goes on without."""
+        ...
+
     def suspects(self) -> Iterator[int]:
         """Clients whose end is to be proved."""
         ...

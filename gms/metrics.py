@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections import Counter as Counter_
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Final, Protocol
 
@@ -70,17 +71,39 @@ class StatusCollector(Collector):
         )
         leases = GaugeMetricFamily("hotspare_gms_leases", "Live leases, by pool and mode.", labels=["pool", "mode"])
         waits = GaugeMetricFamily("hotspare_gms_waiting", "Clients waiting for a lease, by pool.", labels=["pool"])
+        high = GaugeMetricFamily(
+            "hotspare_gms_pool_high_water_bytes", "The most bytes ever allocated at a time, by pool.", labels=["pool"]
+        )
+        owners = GaugeMetricFamily(
+            "hotspare_gms_owner_bytes", "Bytes allocated, by the client that asked for them.", labels=["owner"]
+        )
+        states = GaugeMetricFamily("hotspare_gms_pool_state", "1 for the state of a pool.", labels=["pool", "state"])
+        corrupt = GaugeMetricFamily("hotspare_gms_pool_corrupt", "1 if a pool's content is refused.", labels=["pool"])
+        room = GaugeMetricFamily("hotspare_gms_memory_waiting", "Clients waiting for memory.")
+        total = GaugeMetricFamily("hotspare_gms_high_water_bytes", "The most bytes ever allocated at a time.")
+        journal = GaugeMetricFamily(
+            "hotspare_gms_journal_ok", "1 if pages could be taken back after a restart, as far as the journal goes."
+        )
         clients = GaugeMetricFamily("hotspare_gms_clients", "Clients connected, or gone and still to be proved dead.")
         limit = GaugeMetricFamily("hotspare_gms_memory_limit_bytes", "The memory limit; 0 for none.")
         for pool in status.pools:
             pool_bytes.add_metric([pool.name], pool.bytes)
             orphaned.add_metric([pool.name], pool.orphaned_bytes)
             waits.add_metric([pool.name], pool.waiting)
+            high.add_metric([pool.name], pool.high_water_bytes)
+            states.add_metric([pool.name, pool.state], 1)
+            corrupt.add_metric([pool.name], bool(pool.corrupt))
             for mode in ("rw", "ro"):
                 leases.add_metric([pool.name, mode], sum(lease.mode == mode for lease in pool.leases))
         clients.add_metric([], status.clients)
         limit.add_metric([], status.memory_limit or 0)
-        yield from (pool_bytes, orphaned, leases, waits, clients, limit)
+        room.add_metric([], len(status.memory_waits))
+        total.add_metric([], status.high_water_bytes)
+        journal.add_metric([], not status.journal)
+        for owner, size in _by_kind(status.bytes_by_owner).items():
+            owners.add_metric([owner], size)
+        yield from (pool_bytes, high, orphaned, leases, states, corrupt, waits, room, owners, clients, limit, total)
+        yield journal
 
 
 class Metrics:
@@ -100,6 +123,15 @@ class Metrics:
             "hotspare_gms_refused_total", "Leases refused, by error code.", ["code"], registry=self.registry
         )
 
+        self._hash = Histogram(
+            "hotspare_gms_hash_seconds", "Hashing one allocation.", buckets=ATTACH_BUCKETS, registry=self.registry
+        )
+        self._hashed_bytes = Counter("hotspare_gms_hashed_bytes_total", "Bytes hashed.", registry=self.registry)
+        self._handed_back = Histogram(
+            "hotspare_gms_hand_back_seconds", "Taking pages back after a restart, by outcome.", ["pool", "outcome"],
+            buckets=ATTACH_BUCKETS, registry=self.registry,
+        )  # fmt: skip
+
     def attached(self, pool: str, mode: str, seconds: float) -> None:
         self._attach.labels(_kind(pool), mode).observe(seconds)
 
@@ -108,6 +140,13 @@ class Metrics:
 
     def allocated(self, pool: str, size_bytes: int, seconds: float) -> None:
         self._allocate.labels(_kind(pool)).observe(seconds)
+
+    def hashed(self, size_bytes: int, seconds: float) -> None:
+        self._hash.observe(seconds)
+        self._hashed_bytes.inc(size_bytes)
+
+    def handed_back(self, pool: str, outcome: str, seconds: float) -> None:
+        self._handed_back.labels(_kind(pool), outcome).observe(seconds)
 
     def serve(self, host: str, port: int, status: Callable[[], Status], loop: asyncio.AbstractEventLoop) -> Closeable:
         """Serves /metrics. Raises OSError if the port cannot be had."""
@@ -119,3 +158,11 @@ class Metrics:
 def _kind(pool: str) -> str:
     """Layout keys would make a new time series for every model."""
     return pool.partition("/")[0]
+
+
+def _by_kind(bytes_by_owner: Mapping[str, int]) -> dict[str, int]:
+    """Owners without their pids, of which each restart has another."""
+    sums: Counter_[str] = Counter_()
+    for owner, size in bytes_by_owner.items():
+        sums[owner.partition(" (")[0]] += size
+    return dict(sums)

@@ -295,8 +295,9 @@ class Granted(Message, frozen=True, kw_only=True):
 
 
 class Pages(Message, frozen=True, kw_only=True):
-    """One allocation; the descriptors of its chunks from number `first` on travel beside it, as many as fit. `size_bytes`
-    is rounded up to the backend's granularity. What is `created` is zero on host memory and undefined on a GPU."""
+    """One allocation; the descriptors of its chunks from number `first` on travel beside it, as many as fit.
+    `size_bytes` is rounded up to the backend's granularity. What is `created` is zero on host memory and undefined on a
+    GPU."""
 
     tag: str
     size_bytes: int

@@ -8,15 +8,11 @@ connection and never by a pid: containers of a pod have separate PID namespaces,
 from __future__ import annotations
 
 import asyncio
-import errno
-import fcntl
 import itertools
 import logging
 import os
 import socket
-import stat
 import struct
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
@@ -30,14 +26,9 @@ log: Final = logging.getLogger("gms")
 HELLO_SECONDS: Final = 5.0
 MAX_CLIENTS: Final = 128
 """Connections, and gone clients whose processes still have to end, together."""
-MAX_PATH_BYTES: Final = 107
 ACCEPT_PAUSE_SECONDS: Final = 0.1
 SO_PEERPIDFD: Final = 77
 """Linux 6.5; not in the socket module."""
-
-
-class StartError(Exception):
-    """The service cannot be started as configured. One sentence that says what to change."""
 
 
 @dataclass(slots=True, eq=False)
@@ -51,18 +42,17 @@ class Session:
 
 
 class Server:
-    """Serves one MemoryService on a Unix socket. `start`, then `close`; both from the event loop."""
+    """Serves one MemoryService to the clients of a listening socket, which it owns from `start` on. `start`, then
+    `close`; both from the event loop."""
 
     def __init__(
         self,
         service: MemoryService[Any],
-        socket_path: str,
         *,
         hello_seconds: float = HELLO_SECONDS,
         send_seconds: float = SEND_SECONDS,
     ) -> None:
         self._service = service
-        self._path = socket_path
         self._hello_seconds = hello_seconds
         self._send_seconds = send_seconds
         self._loop = asyncio.get_running_loop()
@@ -70,63 +60,23 @@ class Server:
         self._sessions: dict[int, Session] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._listener: socket.socket | None = None
-        self._lock_fd = -1
 
-    def start(self) -> None:
-        """Takes the path and listens. Raises StartError."""
-        if len(os.fsencode(self._path)) > MAX_PATH_BYTES:
-            raise StartError(f"The socket path has more than {MAX_PATH_BYTES} bytes: {self._path}. Use a shorter one.")
-        folder = os.path.dirname(self._path) or "."
-        try:
-            os.makedirs(folder, mode=0o700, exist_ok=True)
-            self._lock_fd = os.open(f"{self._path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            with suppress(FileNotFoundError):
-                os.unlink(self._path)  # of a service that died: the lock says that none is alive
-            listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
-            try:
-                os.fchmod(listener.fileno(), 0o600)  # bind takes the mode over: there is no moment with a wider one
-                listener.bind(self._path)
-                listener.listen(MAX_CLIENTS)
-            except BaseException:
-                listener.close()
-                raise
-        except OSError as error:
-            self._unlock()
-            if error.errno in (errno.EWOULDBLOCK, errno.EAGAIN):
-                raise StartError(
-                    f"Another memory service is alive at {self._path}; stop it, or use another socket."
-                ) from error
-            raise StartError(f"The socket {self._path} cannot be made: {error.strerror or error}.") from error
-        if stat.S_IMODE(os.stat(folder).st_mode) & 0o077:
-            log.warning("others may enter the socket's folder %s; make it 0700", folder)
+    def start(self, listener: socket.socket) -> None:
         self._listener = listener
         self._loop.add_reader(listener, self._acceptable)
 
-    def status(self) -> protocol.Status:
-        return self._service.status()
-
     async def close(self) -> None:
-        """Stops listening, ends all sessions, gives all memory back. May be called again, and without a start."""
+        """Stops listening and ends all sessions. May be called again, and without a start."""
         if self._listener is not None:
             self._loop.remove_reader(self._listener)
             listener, self._listener = self._listener, None
             listener.close()
-            with suppress(FileNotFoundError):
-                os.unlink(self._path)
         for task in list(self._tasks):
             task.cancel()
         while self._tasks:
             await asyncio.wait(self._tasks)
         for session in list(self._sessions.values()):
             self._forget(session)
-        self._service.close()
-        self._unlock()
-
-    def _unlock(self) -> None:
-        if self._lock_fd >= 0:
-            os.close(self._lock_fd)
-            self._lock_fd = -1
 
     def _acceptable(self) -> None:
         if (listener := self._listener) is None:
@@ -188,7 +138,8 @@ class Server:
             pids = [_pid_of(fd) for fd in fds]
             _prefer_peer_pidfd(connection, fds)
             pid = pids[0] if pids[0] > 0 else None
-            client = Client(next(self._ids), hello.client, hello.engine, hello.instance, pid)
+            process = _process_of(fds[0], pid)
+            client = Client(next(self._ids), hello.client, hello.engine, hello.instance, pid, process)
             session = Session(client, task, set(fds))
             fds.clear()
         finally:
@@ -214,10 +165,11 @@ class Server:
                 ErrorCode.VERSION_MISMATCH,
                 f"The client speaks version {hello.version}, the service {protocol.VERSION}; use one release for both.",
             )
-        if hello.device != self._service.device:
+        if hello.device_id != self._service.device_id:
             raise GmsError(
                 ErrorCode.WRONG_DEVICE,
-                f"The client wants {hello.device}, this service has {self._service.device}; use that device's socket.",
+                f"The client wants {hello.device} ({hello.device_id}), this service has {self._service.device} "
+                f"({self._service.device_id}); use that device's socket.",
             )
         if hello.fds < 1 or len(fds) != hello.fds:
             raise GmsError(
@@ -228,13 +180,10 @@ class Server:
     async def _answer(self, channel: Channel, client: Client) -> None:
         """One request, one reply. What the service refuses is a reply; what breaks the protocol is raised."""
         frame, received = await channel.receive()
-        if received:
-            fdpass.close_all(received)
-            raise GmsError(ErrorCode.BAD_FDS, "Descriptors came with a message that has none; this client is broken.")
         fds: list[int] = []
         try:
             try:
-                reply = protocol.encode(await self._handle(client, protocol.decode_request(frame), fds))
+                reply = protocol.encode(await self._handle(client, protocol.decode_request(frame), received, fds))
             except GmsError as error:
                 if error.code in (ErrorCode.BAD_MESSAGE, ErrorCode.BAD_FDS):
                     raise
@@ -245,30 +194,48 @@ class Server:
                 reply = _failure(GmsError(ErrorCode.INTERNAL, f"The memory service failed: {error}; see its log."))
             await channel.send(reply, fds)
         finally:
+            fdpass.close_all(received)
             fdpass.close_all(fds)
 
-    async def _handle(self, client: Client, request: protocol.Request, fds: list[int]) -> protocol.Reply:
-        if request.fds:
-            raise GmsError(ErrorCode.BAD_FDS, f"{request.fds} descriptors were announced where none are due.")
+    async def _handle(
+        self, client: Client, request: protocol.Request, received: list[int], fds: list[int]
+    ) -> protocol.Reply:
+        """`fds` is filled with what goes out beside the reply."""
+        due = len(received) if isinstance(request, protocol.Adopt) else 0
+        if request.fds != len(received) or len(received) != due:
+            raise GmsError(
+                ErrorCode.BAD_FDS,
+                f"{request.fds} descriptors were announced, {len(received)} came, {due} are due: the client is broken.",
+            )
+        outgoing: list[int] = []
+        reply: protocol.Reply
         match request:
             case protocol.Attach():
-                return await self._service.attach(client, request)
+                reply, outgoing = await self._service.attach(client, request)
             case protocol.Allocate():
-                pages, fd = await self._service.allocate(client, request)
-                fds.append(fd)
-                return pages
+                reply, outgoing = await self._service.allocate(client, request)
             case protocol.Export():
-                pages, fd = self._service.export(client, request)
-                fds.append(fd)
-                return pages
+                reply, outgoing = self._service.export(client, request)
+            case protocol.PutManifest():
+                reply = self._service.put_manifest(client, request)
+            case protocol.GetManifest():
+                reply = self._service.get_manifest(request)
             case protocol.Commit():
-                return await self._service.commit(client, request)
+                reply = await self._service.commit(client, request)
             case protocol.Release():
-                return self._service.release(client, request)
+                reply = self._service.release(client, request)
+            case protocol.Adopt():
+                reply, outgoing = await self._service.adopt(client, request, received)
+            case protocol.Verify():
+                reply = await self._service.verify(request)
             case protocol.GetStatus():
-                return protocol.StatusReply(status=self._service.status())
+                reply = protocol.StatusReply(status=self._service.status())
+            case protocol.GetEvents():
+                reply = await self._service.get_events(request)
             case protocol.Hello():
                 raise GmsError(ErrorCode.BAD_MESSAGE, "A second hello came on one connection; this client is broken.")
+        fds += outgoing
+        return reply
 
     def _exited(self, session: Session, pidfd: int) -> None:
         """One of the client's processes is gone, and with it its mappings."""
@@ -314,6 +281,20 @@ def _pid_of(pidfd: int) -> int:
             if line.startswith("Pid:"):
                 return int(line.split()[1])
     raise GmsError(ErrorCode.BAD_FDS, "A descriptor in a hello is not a pidfd; this client is broken.")
+
+
+def _process_of(pidfd: int, pid: int | None) -> tuple[str, int] | None:
+    """What is equal for two pidfds of one living process and for no others: the inode where pidfds have a file system
+    of their own (Linux 6.9) and do not share one with all other anonymous files; else the pid, which nobody else gets
+    as long as one of the two is not readable."""
+    other = os.eventfd(0, os.EFD_CLOEXEC)
+    try:
+        found, shared = os.fstat(pidfd), os.fstat(other)
+    finally:
+        os.close(other)
+    if found.st_dev != shared.st_dev:
+        return ("pidfs", found.st_ino)
+    return ("pid", pid) if pid is not None else None
 
 
 def _prefer_peer_pidfd(connection: socket.socket, fds: list[int]) -> None:

@@ -30,6 +30,12 @@ class GmsSettings(BaseSettings):
     """Whose memory it is: ``cpu:N`` or ``cuda:N``."""
     memory_limit: Annotated[ByteSize, Field(gt=0)] | None = None
     """Most bytes that may be allocated at a time; "512MiB" is understood. Without it the machine is the limit."""
+    chunk_size: Annotated[ByteSize, Field(gt=0)] | None = None
+    """Largest piece of memory with a descriptor of its own; allocations are made of as many as they take. Unset: 512
+    MiB on a GPU, where each costs driver calls, and no limit on the host."""
+    adopt_timeout_seconds: Annotated[float, Field(ge=0, le=86400)] = 30.0
+    """How long a service that starts again waits for its pages to be handed back by engines that live. Nothing is
+    given out of those pools meanwhile, so that no second copy is made."""
     metrics_port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Port on which /metrics is served; 0: nowhere."""
     metrics_host: str = "127.0.0.1"

@@ -24,7 +24,9 @@ from gms.service import MemoryService
 pytestmark = pytest.mark.process
 
 MS = 0.001
-HELLO = protocol.Hello(version=protocol.VERSION, client="raw", engine="r", instance="test", device="cpu:0", fds=1)
+HELLO = protocol.Hello(
+    version=protocol.VERSION, client="raw", engine="r", instance="test", device="cpu:0", device_id="cpu:0", fds=1
+)
 
 
 @contextmanager

@@ -1,0 +1,198 @@
+"""What a service that starts again must know, in files: the pools as they were, and who can hand their pages back.
+
+The memory of a killed service lives on in the clients that have it mapped. To take it back, and nothing else, the next
+service needs to know what stood where. For each pool there is a record, written whole and put in place by a rename, and
+twice, since a file can be damaged by others than its writer; the newer sound one counts.
+
+Whether anybody is left to hand pages back is asked of the kernel: with each lease the client gets a descriptor of a
+locked file (flock belongs to the open file, which the service itself does not keep open). While one of a pool's lease
+files is locked, a holder of its pages lives, whatever PID namespace it is in.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import secrets
+import stat
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+import msgspec
+from msgspec import Struct
+
+from gms.backends.base import Identity
+
+FORMAT: Final = 1
+_DIGEST_BYTES: Final = 16
+_COPIES: Final = ("a", "b")
+
+
+class AllocationRecord(Struct, frozen=True, kw_only=True):
+    tag: str
+    size_bytes: int
+    chunk_bytes: int
+    owner: str
+    identities: list[Identity]
+    digests: list[bytes]
+
+
+class PoolRecord(Struct, frozen=True, kw_only=True):
+    """`generation` 0: the pool had no pages, only epochs (`fence`, `lease_epoch`: see `gms.pools.EpochPool`).
+    `highest_generation` is that of all pools when this was written."""
+
+    device_id: str
+    pool: str
+    generation: int
+    highest_generation: int
+    fence: int
+    lease_epoch: int
+    manifest: bytes
+    allocations: list[AllocationRecord]
+    format: int = FORMAT
+
+
+class _Sealed(Struct, frozen=True, array_like=True):
+    serial: int
+    record: PoolRecord
+
+
+class Journal:
+    """A folder of records and lease files. Raises OSError from the constructor if the folder cannot be had, or is not
+    this user's alone."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.stat()
+        if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
+            raise PermissionError(13, "it is not this user's alone (0700)", str(folder))
+        self._folder = folder
+        self._serial = 0
+        self._saved: dict[str, PoolRecord] = {}
+        self._lingering: set[Path] = set()
+        self.damage: dict[str, str] = {}
+        """File name → what is wrong with it, of records that could not be read when the service started."""
+
+    def load(self) -> list[PoolRecord]:
+        """The records of sound files. What is damaged is told in `damage`; saving the record again mends its copies."""
+        found: dict[str, _Sealed] = {}
+        copies: Counter[tuple[str, int]] = Counter()
+        for path in sorted(self._folder.glob("*.[ab]")):
+            try:
+                sealed = _unseal(path.read_bytes())
+            except (OSError, ValueError) as error:
+                self.damage[path.name] = str(error)
+                continue
+            self._serial = max(self._serial, sealed.serial)
+            copies[path.stem, sealed.serial] += 1
+            if path.stem not in found or found[path.stem].serial < sealed.serial:
+                found[path.stem] = sealed
+        for path in self._folder.glob("*.new"):
+            path.unlink(missing_ok=True)
+        self._saved = {
+            sealed.record.pool: sealed.record
+            for stem, sealed in found.items()
+            if copies[stem, sealed.serial] == len(_COPIES)
+        }
+        return [sealed.record for sealed in found.values()]
+
+    def save(self, record: PoolRecord) -> None:
+        """Writes a pool's record if it differs from the last one. Raises OSError; the last one stands then."""
+        if self._saved.get(record.pool) == record:
+            return
+        self._serial += 1
+        raw = _seal(_Sealed(self._serial, record))
+        stem = self._folder / _stem(record.pool)
+        for copy in _COPIES:
+            new = stem.with_suffix(f".{copy}.new")
+            try:
+                descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+                with open(descriptor, "wb") as file:
+                    file.write(raw)
+                new.replace(stem.with_suffix(f".{copy}"))
+            except OSError:
+                new.unlink(missing_ok=True)
+                raise
+        self._saved[record.pool] = record
+
+    def forget(self, pool: str) -> None:
+        """There is nothing left of the pool that could be handed back."""
+        self._saved.pop(pool, None)
+        for copy in _COPIES:
+            with suppress(FileNotFoundError):
+                (self._folder / _stem(pool)).with_suffix(f".{copy}").unlink()
+
+    def open_lease(self, pool: str, generation: int) -> tuple[int, Path]:
+        """A locked descriptor for the client, closed here once it is sent, and the file behind it. Raises OSError."""
+        self._sweep()
+        path = self._folder / f"{_stem(pool)}.{generation}.{secrets.token_hex(8)}.lease"
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return descriptor, path
+
+    def close_lease(self, path: Path) -> None:
+        """The service counts on this holder no more. The file stays while the client keeps it locked: it could still
+        hand pages back to the next service."""
+        if not _remove_if_free(path):
+            self._lingering.add(path)
+
+    def alive(self, pool: str, generation: int) -> bool:
+        """Whether a client lives that held this generation. Removes the files of those that do not."""
+        held = [path for path in self._folder.glob(f"{_stem(pool)}.{generation}.*.lease") if not _remove_if_free(path)]
+        return bool(held)
+
+    def close(self) -> None:
+        """Removes what is of no use to a next service, the folder included if nothing is."""
+        for record in list(self._saved.values()):
+            if not self.alive(record.pool, record.generation):
+                self.forget(record.pool)
+        for path in self._folder.glob("*.lease"):
+            _remove_if_free(path)
+        with suppress(OSError):  # not empty
+            self._folder.rmdir()
+
+    def _sweep(self) -> None:
+        self._lingering = {path for path in self._lingering if not _remove_if_free(path)}
+
+
+def _stem(pool: str) -> str:
+    return hashlib.sha256(pool.encode()).hexdigest()[:24]
+
+
+def _seal(sealed: _Sealed) -> bytes:
+    body = msgspec.msgpack.encode(sealed)
+    return hashlib.blake2b(body, digest_size=_DIGEST_BYTES).digest() + body
+
+
+def _unseal(raw: bytes) -> _Sealed:
+    """Raises ValueError, which says what is wrong."""
+    body = raw[_DIGEST_BYTES:]
+    if raw[:_DIGEST_BYTES] != hashlib.blake2b(body, digest_size=_DIGEST_BYTES).digest():
+        raise ValueError("its checksum does not match: it was truncated or changed")
+    try:
+        sealed = msgspec.msgpack.decode(body, type=_Sealed)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"another release wrote it: {error}") from error
+    if sealed.record.format != FORMAT:
+        raise ValueError(f"it has format {sealed.record.format}, this release reads {FORMAT}")
+    return sealed
+
+
+def _remove_if_free(path: Path) -> bool:
+    """Removes a lease file that nobody has locked; True if it is gone."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    else:
+        path.unlink(missing_ok=True)
+        return True
+    finally:
+        os.close(descriptor)

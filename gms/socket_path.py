@@ -1,0 +1,81 @@
+"""The place of a service's socket: one service at a time has it, and nobody but its user can enter."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import socket
+import stat
+from contextlib import suppress
+from types import TracebackType
+from typing import Final, Self
+
+log: Final = logging.getLogger("gms")
+
+MAX_PATH_BYTES: Final = 107
+BACKLOG: Final = 128
+
+
+class StartError(Exception):
+    """The service cannot be started as configured. One sentence that says what to change."""
+
+
+class SocketPath:
+    """Holds a lock beside the path from `with` on: what else belongs to the service, its journal above all, is this
+    process's alone meanwhile. Entering and `listen` raise StartError."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._lock_fd = -1
+        self._bound = False
+
+    def __enter__(self) -> Self:
+        if len(os.fsencode(self.path)) > MAX_PATH_BYTES:
+            raise StartError(f"The socket path has more than {MAX_PATH_BYTES} bytes: {self.path}. Use a shorter one.")
+        folder = os.path.dirname(self.path) or "."
+        try:
+            os.makedirs(folder, mode=0o700, exist_ok=True)
+            if stat.S_IMODE(os.stat(folder).st_mode) & 0o077:
+                log.warning("others may enter the socket's folder %s; make it 0700", folder)
+            self._lock_fd = os.open(f"{self.path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self._unlock()
+            if error.errno in (errno.EWOULDBLOCK, errno.EAGAIN):
+                raise StartError(
+                    f"Another memory service is alive at {self.path}; stop it, or use another socket."
+                ) from error
+            raise self._impossible(error) from error
+        return self
+
+    def listen(self) -> socket.socket:
+        """A listening socket, the caller's, in the place of one that a dead service left: the lock says it is dead."""
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        try:
+            with suppress(FileNotFoundError):
+                os.unlink(self.path)
+            os.fchmod(listener.fileno(), 0o600)  # bind takes the mode over: there is no moment with a wider one
+            listener.bind(self.path)
+            self._bound = True
+            listener.listen(BACKLOG)
+        except OSError as error:
+            listener.close()
+            raise self._impossible(error) from error
+        return listener
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._bound:
+            self._bound = False
+            with suppress(FileNotFoundError):
+                os.unlink(self.path)
+        self._unlock()
+
+    def _impossible(self, error: OSError) -> StartError:
+        return StartError(f"The socket {self.path} cannot be made: {error.strerror or error}.")
+
+    def _unlock(self) -> None:
+        if self._lock_fd >= 0:
+            os.close(self._lock_fd)
+            self._lock_fd = -1
