@@ -1,0 +1,63 @@
+"""How one holding of the service's pages stands, and what can become of it. Pure; `gms.custody` acts on it.
+
+HELD ──connection ends──► ADRIFT ──handed back──► HELD
+                             ├──a newer epoch has the pool──► LOST: stop serving, the pages are another's
+                             ├──refused, or nobody came──► PRIVATE: serve on, nobody else can use these pages
+                             └── its owner is done, from any state ──► ENDED
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Final
+
+from msgspec import Struct
+
+from gms.protocol import ErrorCode, GmsError
+
+
+class Phase(StrEnum):
+    HELD = "HELD"
+    ADRIFT = "ADRIFT"
+    PRIVATE = "PRIVATE"
+    LOST = "LOST"
+    ENDED = "ENDED"
+
+
+_NEXT: Final = {
+    Phase.HELD: {Phase.ADRIFT, Phase.ENDED},
+    Phase.ADRIFT: {Phase.HELD, Phase.PRIVATE, Phase.LOST, Phase.ENDED},
+    Phase.PRIVATE: {Phase.ENDED},
+    Phase.LOST: {Phase.ENDED},
+    Phase.ENDED: frozenset[Phase](),
+}
+_TAKEN_OVER: Final = frozenset({ErrorCode.FENCED, ErrorCode.STALE_EPOCH})
+
+
+class CustodyState(Struct, frozen=True, kw_only=True):
+    """`seconds` since the phase began, `restored` how often the pages were handed back, `reason` a sentence where a
+    service refused them or never came."""
+
+    pool: str
+    phase: Phase
+    seconds: float
+    restored: int
+    reason: str = ""
+
+
+def step(phase: Phase, to: Phase) -> Phase:
+    """Raises ValueError for a step that there is none."""
+    if to not in _NEXT[phase]:
+        raise ValueError(f"a holding that is {phase} cannot become {to}")
+    return to
+
+
+def after_failure(error: Exception, *, overdue: bool) -> Phase:
+    """What a failed try to hand pages back makes of a holding that is ADRIFT: the same if it is to be tried again,
+    which `overdue` ends."""
+    if isinstance(error, GmsError):
+        if error.code in _TAKEN_OVER:
+            return Phase.LOST
+        if not error.retryable:
+            return Phase.PRIVATE
+    return Phase.PRIVATE if overdue else Phase.ADRIFT
