@@ -68,12 +68,19 @@ class AdminApp:
         await respond_json(
             send,
             200 if status else 503,
-            {"status": status or state.role.lower(), "role": state.role, "epoch": state.epoch},
+            {
+                "status": status or state.role.lower(),
+                "role": state.role,
+                "epoch": state.epoch,
+                "memory_service": state.memory_service.summary if state.memory_service else None,
+            },
         )
 
     async def _metrics(self, send: Send) -> None:
         state = self._state()
-        body = metrics.render(epoch=state.epoch, steps=state.steps, inflight=state.inflight)
+        body = metrics.render(
+            epoch=state.epoch, steps=state.steps, inflight=state.inflight, memory_service=state.memory_service
+        )
         await respond(send, 200, body, content_type=metrics.CONTENT_TYPE)
 
     async def _send_state(self, send: Send) -> None:

@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 import msgspec
 
+from gms.holding import CustodyState
+
 ASGIApp = Callable[
     [
         MutableMapping[str, Any],
@@ -39,6 +41,10 @@ class EngineMemory(msgspec.Struct, frozen=True, kw_only=True):
 
 class EngineDeadError(Exception):
     """The engine can no longer serve; only a new process helps."""
+
+
+class MemoryLostError(EngineDeadError):
+    """The memory service gave this engine's KV pages to a newer epoch: it must not serve on (exit code 75)."""
 
 
 class EngineConfigError(Exception):
@@ -84,13 +90,16 @@ class Engine(Protocol):
         """The engine's own OpenAI application; the caller serves it while the engine is active."""
 
     async def check_health(self) -> None:
-        """Raises EngineDeadError if the engine cannot serve any more."""
+        """Raises EngineDeadError if the engine cannot serve any more, MemoryLostError if it must not."""
 
     def kv_usage(self) -> float:
         """Share of KV blocks in use, 0 to 1."""
 
     def memory(self) -> EngineMemory:
         """Where the bytes are now."""
+
+    def custody(self) -> tuple[CustodyState, ...]:
+        """How each holding of the memory service's pages stands; empty without one. Cheap, and never stale."""
 
     async def shutdown(self) -> None:
         """Stop, and release what is held. May be called at any time, more than once."""

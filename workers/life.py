@@ -27,7 +27,7 @@ from workers import metrics
 from workers.admin import AdminApp, Promotion
 from workers.binding import PortTaken, bind_when_free
 from workers.contract import Role
-from workers.engine import Engine, EngineConfigError, EngineDeadError
+from workers.engine import Engine, EngineConfigError, EngineDeadError, MemoryLostError
 from workers.exit_codes import ExitCode
 from workers.failover_lock import FailoverLockError, FlockFailoverLock
 from workers.heartbeat import BEAT_PERIOD_SECONDS, encode_beat
@@ -122,7 +122,8 @@ class EngineLife:
         """Nothing of a dead engine is worth an orderly end, and its requests wait for the other one: end now, and let
         the kernel clear up."""
         self._vitals.fail(str(error))
-        end_process(ExitCode.ENGINE_DEAD)
+        lost = isinstance(error, MemoryLostError)
+        end_process(ExitCode.MEMORY_SERVICE_LOST if lost else ExitCode.ENGINE_DEAD)
 
     async def _until_over(self) -> ExitCode:
         """Through the states, to the end of this life; its reason has been logged.

@@ -1,24 +1,31 @@
 """One engine's memory in its pod: leases on the service's pools, and the ranges its pages are mapped at.
 
 Both engines go through this: the sim engine directly, vLLM's worker from its own thread. It owns what must be paired:
-a lease with its mapping, an fd with its close, an address range with the engine's whole life. Calls block (they talk to
-the service over a socket) and belong in a thread when made from an event loop.
+a lease with its mapping, descriptors with their close, an address range with the engine's whole life. What is held for
+long is in custody (``gms.custody``): it outlives the service, and is handed back to the next one. Calls block (they
+talk to the service over a socket) and belong in a thread when made from an event loop.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
 import msgspec
 
 from gms.client import Allocation, GmsClient, GmsError, Lease, LeaseMode
-from gms.mapping import Reservation
+from gms.custody import Custody
+from gms.holding import CustodyState
+from gms.mapping import DeviceMemory, Reservation, device_memory
 
 logger = logging.getLogger(__name__)
 
 KV_POOL = "kv"
 KV_TAG = "kv"
+DIAL_SECONDS: Final = 2.0
+"""How long one try of a custody may take; it tries again."""
 
 
 class MemoryService(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,6 +41,8 @@ class MemoryService(msgspec.Struct, frozen=True, kw_only=True):
     """How long to wait for the service to answer: it may be starting, or starting again."""
     proof_seconds: float = 2.0
     """How long a promotion waits for the proof that the KV pages' last holder is dead."""
+    hand_on_seconds: float = 2.0
+    """How long parking waits for a service that is starting again, so that the KV pages are handed on and not lost."""
 
     @property
     def path(self) -> Path:
@@ -45,13 +54,19 @@ class MemoryService(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             gms.client.GmsError: nobody answers within ``connect_seconds``.
         """
-        return GmsClient.connect(
-            self.path,
-            engine=self.engine,
-            instance=self.instance,
-            device=self.device,
-            timeout_seconds=self.connect_seconds,
-        )
+        return self._connect(timeout_seconds=self.connect_seconds, retry_seconds=self.connect_seconds)
+
+    def keep(self, client: GmsClient, lease: Lease, allocations: Sequence[Allocation]) -> Custody:
+        """Puts a lease with its connection and all its allocations into custody, which owns them from here on."""
+        return Custody(client, lease, allocations, dial=self._dial)
+
+    def device_memory(self) -> DeviceMemory:
+        """How this process maps the service's pages.
+
+        Raises:
+            gms.client.GmsError: there is no such device here.
+        """
+        return device_memory(self.device)
 
     def kv_fence(self) -> int:
         """The highest epoch that the KV pool has seen, 0 before the first: an engine must come with a higher one.
@@ -63,6 +78,19 @@ class MemoryService(msgspec.Struct, frozen=True, kw_only=True):
             status = client.status(timeout_seconds=self.connect_seconds)
         return max((pool.epoch for pool in status.pools if pool.name == KV_POOL), default=0)
 
+    def _dial(self) -> GmsClient:
+        return self._connect(timeout_seconds=DIAL_SECONDS, retry_seconds=0.0)
+
+    def _connect(self, *, timeout_seconds: float, retry_seconds: float) -> GmsClient:
+        return GmsClient.connect(
+            self.path,
+            engine=self.engine,
+            instance=self.instance,
+            device=self.device,
+            timeout_seconds=timeout_seconds,
+            retry_seconds=retry_seconds,
+        )
+
 
 class KvMemory:
     """The KV cache: an address range for life, pages of the service behind it only while active.
@@ -73,14 +101,24 @@ class KvMemory:
 
     def __init__(self, service: MemoryService, *, size_bytes: int) -> None:
         self._service = service
-        self._client: GmsClient | None = None
-        self._lease: Lease | None = None
-        self.range = Reservation(size_bytes)
+        self._custody: Custody | None = None
+        self.range = Reservation(size_bytes, memory=service.device_memory())
 
     @property
     def mapped(self) -> bool:
         """Whether the service's pages are behind the range."""
-        return self._lease is not None
+        return self._custody is not None
+
+    @property
+    def lost(self) -> str | None:
+        """Why the pages are another engine's by now and this one must stop, or None."""
+        custody = self._custody
+        return custody.lost if custody is not None else None
+
+    def custody(self) -> tuple[CustodyState, ...]:
+        """How the holding stands; empty while nothing is held."""
+        custody = self._custody
+        return () if custody is None else (custody.state(),)
 
     def map(self, *, epoch: int) -> None:
         """Lease the pool for ``epoch`` and map its pages read-write. On any error nothing stays mapped or leased.
@@ -88,32 +126,32 @@ class KvMemory:
         Raises:
             gms.client.GmsError: refused (an older epoch), no memory, or the service is gone.
         """
-        if self._lease is not None:
+        if self._custody is not None:
             raise RuntimeError("the KV pages are mapped already")
         client = self._service.connect()
         lease: Lease | None = None
+        pages: Allocation | None = None
         try:
             lease = client.attach(KV_POOL, LeaseMode.RW, epoch=epoch, timeout_seconds=self._service.proof_seconds)
-            pages: Allocation
-            with lease.allocate(KV_TAG, self.range.size_bytes) as pages:
-                self.range.unmap()
-                self.range.map(pages.fd, writable=True)
+            pages = lease.allocate(KV_TAG, self.range.size_bytes)
+            self.range.map(pages.chunks, writable=True)
         except BaseException:
             # Quiesced, since nothing is mapped: otherwise the next engine would wait for this living one's death.
             self.range.unmap()
+            if pages is not None:
+                pages.close()
             _give_back(client, lease)
             raise
         if lease.fresh:
             logger.info("kv: new pages for epoch %d: the service had none to hand on", epoch)
-        self._client, self._lease = client, lease
+        self._custody = self._service.keep(client, lease, [pages])
 
     def unmap(self) -> None:
         """Take the pages away and give the lease back quiesced: the caller vouches that nothing writes any more."""
-        lease, client = self._lease, self._client
-        self._lease = self._client = None
+        custody, self._custody = self._custody, None
         self.range.unmap()
-        if client is not None:
-            _give_back(client, lease)
+        if custody is not None:
+            custody.release(quiesced=True, wait_seconds=self._service.hand_on_seconds)
 
     def close(self) -> None:
         """Unmap and give the address range back."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
+from gms.holding import CustodyState, Phase
 from workers.contract import Role
 from workers.engine import EngineMemory
 
@@ -19,6 +22,44 @@ class Promotion(msgspec.Struct, frozen=True, kw_only=True):
     memory_mapped: float
     bound: float
     """The serving port listens."""
+
+
+class ServiceLink(msgspec.Struct, frozen=True, kw_only=True):
+    """How an engine stands with the memory service. Not ``connected``, it serves on with the pages that it has."""
+
+    connected: bool
+    adrift_seconds: float | None
+    """How long the service has been gone, while it is awaited; None if it is not."""
+    restored: int
+    """How often a service that started again has taken this engine's pages back."""
+    private: tuple[str, ...]
+    """Pools that it holds as private copies, which no other engine can use."""
+    problem: str
+    """Why no service took something back; a sentence, or empty."""
+
+    @property
+    def summary(self) -> str:
+        """For people: a few words."""
+        if self.private:
+            return f"private copy of {', '.join(self.private)}: {self.problem}"
+        if self.problem:
+            return self.problem
+        return "connected" if self.adrift_seconds is None else f"gone for {self.adrift_seconds:.1f} s"
+
+
+def service_link(states: Sequence[CustodyState]) -> ServiceLink | None:
+    """From how each holding stands; None if nothing is held, or there is no service."""
+    if not states:
+        return None
+    adrift = [state.seconds for state in states if state.phase is Phase.ADRIFT]
+    refused = [state for state in states if state.phase in (Phase.PRIVATE, Phase.LOST)]
+    return ServiceLink(
+        connected=all(state.phase is Phase.HELD for state in states),
+        adrift_seconds=round(max(adrift), 3) if adrift else None,
+        restored=max(state.restored for state in states),
+        private=tuple(state.pool for state in states if state.phase is Phase.PRIVATE),
+        problem="; ".join(dict.fromkeys(state.reason for state in refused)),
+    )
 
 
 class EngineState(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,6 +83,7 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
     memory: EngineMemory | None
     rss_bytes: int
     monotonic: float
+    memory_service: ServiceLink | None = None
     promotion: Promotion | None = None
     failure: str | None = None
 

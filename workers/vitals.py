@@ -21,6 +21,7 @@ from workers.heartbeat import Beat
 from workers.role import RoleEvent, RoleMachine
 from workers.serving import Change, ServingApp
 from workers.settings import EngineSettings
+from workers.state import service_link
 
 logger = logging.getLogger(__name__)
 
@@ -124,6 +125,7 @@ class Vitals:
             models=self._engine.models if initialized else (),
             standby=self.standby,
             memory=self._engine.memory() if initialized else None,
+            memory_service=service_link(self._engine.custody()) if initialized else None,
             rss_bytes=_rss_bytes(),
             monotonic=now,
             promotion=self.promotion,

@@ -9,7 +9,8 @@ from enum import Enum
 from functools import partial
 from pathlib import Path
 
-from workers.engine import ASGIApp, EngineDeadError, EngineMemory
+from gms.holding import CustodyState
+from workers.engine import ASGIApp, EngineDeadError, EngineMemory, MemoryLostError
 from workers.engines.sim.app import SimApp
 from workers.engines.sim.batch import SimRequest
 from workers.engines.sim.memory import SimKv, SimWeights
@@ -65,7 +66,7 @@ class SimEngine:
 
     @property
     def dead(self) -> bool:
-        return self._scheduler.failure is not None
+        return self._scheduler.failure is not None or (self._kv is not None and self._kv.lost is not None)
 
     async def initialize(self) -> None:
         """Attach the weights and reserve the KV range; takes at least ``startup_seconds``."""
@@ -93,6 +94,8 @@ class SimEngine:
             raise EngineDeadError(str(self._scheduler.failure)) from self._scheduler.failure
         if self._loop_task is None:
             raise EngineDeadError("the engine was not initialized, or was shut down")
+        if self._kv is not None and self._kv.lost is not None:
+            raise MemoryLostError(self._kv.lost)
 
     def kv_usage(self) -> float:
         """A request holds one slot of the KV pages from its prefill to its end."""
@@ -107,6 +110,9 @@ class SimEngine:
             kv_bytes=self._kv.size_bytes if self._kv is not None else 0,
             kv_mapped=self._kv is not None and self._kv.mapped,
         )
+
+    def custody(self) -> tuple[CustodyState, ...]:
+        return (*self._weights.custody(), *(self._kv.custody() if self._kv is not None else ()))
 
     def inject(self, fault: SimFault) -> None:
         """Make ``fault`` happen; HANG_LOOP from the loop's next turn on, so that the caller can still answer."""

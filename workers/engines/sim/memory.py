@@ -16,7 +16,9 @@ from hashlib import sha256
 
 import msgspec
 
-from gms.client import GmsClient, LeaseMode
+from gms.client import Allocation, GmsClient, Lease, LeaseMode
+from gms.custody import Custody
+from gms.holding import CustodyState
 from gms.mapping import Reservation
 from workers.engine import EngineConfigError, EngineDeadError
 from workers.engines.sim.batch import SimRequest
@@ -49,6 +51,7 @@ class SimWeights:
         self._service = service
         self._attaching = threading.Lock()
         self._client: GmsClient | None = None
+        self._custody: Custody | None = None
         self._range: Reservation | None = None
         self._private: mmap.mmap | None = None
         self.size_bytes = page_aligned(settings.weights_bytes)
@@ -75,33 +78,42 @@ class SimWeights:
             return
         self._range = Reservation(self.size_bytes)
         self._client = self._service.connect()
-        self.role = self._attach_pool(self._service, self._client, self._range, pattern)
+        lease, pages = self._attach_pool(self._service, self._client, self._range, pattern)
+        self._custody = self._service.keep(self._client, lease, [pages])
         self.words = _words(self._range).toreadonly()
 
     def _attach_pool(
         self, service: MemoryService, client: GmsClient, place: Reservation, pattern: WeightsPattern
-    ) -> str:
-        """Returns ``writer`` or ``reader``. The lease lives as long as the connection."""
+    ) -> tuple[Lease, Allocation]:
+        """A read lease, and its pages mapped."""
         key = layout_key(self._settings)
         manifest = Manifest(layout=key, weights_bytes=self.size_bytes)
         lease = client.attach(f"weights/{key}", LeaseMode.RW_OR_RO, timeout_seconds=service.timeout_seconds)
-        if lease.mode is LeaseMode.RW:
-            with lease.allocate(WEIGHTS_TAG, self.size_bytes) as pages:
-                place.map(pages.fd, writable=True)
+        if lease.mode is LeaseMode.RO and msgspec.json.decode(lease.manifest, type=Manifest) != manifest:
+            raise EngineConfigError(f"the pool weights/{key} holds {lease.manifest!r}, not the sim's weights")
+        writing = lease.mode is LeaseMode.RW
+        pages = lease.allocate(WEIGHTS_TAG, self.size_bytes) if writing else lease.export(WEIGHTS_TAG)
+        try:
+            if writing:
+                place.map(pages.chunks, writable=True)
                 pattern.fill(_words(place))
                 place.unmap()
                 lease.commit(msgspec.json.encode(manifest))
-                place.map(pages.fd, writable=False)
-            return "writer"
-        if msgspec.json.decode(lease.manifest, type=Manifest) != manifest:
-            raise EngineConfigError(f"the pool weights/{key} holds {lease.manifest!r}, not the sim's weights")
-        with lease.export(WEIGHTS_TAG) as pages:
-            place.map(pages.fd, writable=False)
-        return "reader"
+            place.map(pages.chunks, writable=False)
+        except BaseException:
+            pages.close()
+            raise
+        self.role = "writer" if writing else "reader"
+        return lease, pages
+
+    def custody(self) -> tuple[CustodyState, ...]:
+        """How the holding stands; empty while nothing is held."""
+        custody = self._custody
+        return () if custody is None else (custody.state(),)
 
     def close(self) -> None:
         """Give the mapping and the lease back, and end an ``attach`` that waits for its lease. Twice is fine."""
-        if self._client is not None:
+        if self._client is not None and self._custody is None:
             self._client.close()
         if not self._attaching.acquire(blocking=False):
             return
@@ -109,7 +121,9 @@ class SimWeights:
             self.words = memoryview(b"").cast("Q")
             if self._range is not None:
                 self._range.close()
-            self._range = self._client = self._private = None
+            if self._custody is not None:
+                self._custody.close()
+            self._range = self._client = self._custody = self._private = None
         finally:
             self._attaching.release()
 
@@ -138,6 +152,15 @@ class SimKv:
     @property
     def mapped(self) -> bool:
         return self._pages.mapped if self._pages is not None else self._private is not None
+
+    @property
+    def lost(self) -> str | None:
+        """Why the pages are another engine's by now and this one must stop, or None."""
+        return self._pages.lost if self._pages is not None else None
+
+    def custody(self) -> tuple[CustodyState, ...]:
+        """How the holding stands; empty while nothing is held."""
+        return self._pages.custody() if self._pages is not None else ()
 
     def map(self, *, epoch: int) -> None:
         """Put pages behind the range. Raises what ``KvMemory.map`` raises; nothing stays mapped then."""

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from gms.client import GmsError
-from workers.engine import ASGIApp, EngineConfigError, EngineDeadError, EngineMemory
+from gms.holding import CustodyState
+from workers.engine import ASGIApp, EngineConfigError, EngineDeadError, EngineMemory, MemoryLostError
 from workers.engines.vllm import arguments, compat
 from workers.engines.vllm.preload import import_all
-from workers.memory import MemoryService
+from workers.memory import KvMemory, MemoryService
 from workers.settings import EngineSettings
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class VllmEngine:
         self._llm: Any = None
         self._app: ASGIApp | None = None
         self._memory: EngineMemory | None = None
+        self._kv: KvMemory | None = None
         self._awake = False
 
     @property
@@ -55,7 +57,8 @@ class VllmEngine:
     @property
     def dead(self) -> bool:
         core, llm = self._core, self._llm
-        return core is not None and llm is not None and (core.ended or bool(llm.errored))
+        ended = core is not None and llm is not None and (core.ended or bool(llm.errored))
+        return ended or (self._kv is not None and self._kv.lost is not None)
 
     async def initialize(self) -> None:
         """See ``Engine.initialize``; everything that blocks runs in threads."""
@@ -87,6 +90,7 @@ class VllmEngine:
         self.models = tuple(namespace.served_model_name)
         if self._service is not None:
             await self._core.worker_call("kv_scratch")
+            self._kv = await self._core.worker_call("hotspare_kv")
         await serving.warm_up(app, model=self.models[0], tasks=tasks)
         self._awake = True
         await self.park()
@@ -137,6 +141,8 @@ class VllmEngine:
         core.check()
         if self._llm is not None and self._llm.errored:
             raise EngineDeadError("vLLM's output handler ended")
+        if self._kv is not None and self._kv.lost is not None:
+            raise MemoryLostError(self._kv.lost)
 
     def kv_usage(self) -> float:
         return self._core.kv_usage() if self._core is not None else 0.0
@@ -150,6 +156,9 @@ class VllmEngine:
         if self._memory is None:
             raise RuntimeError("the engine is not initialised")
         return self._memory
+
+    def custody(self) -> tuple[CustodyState, ...]:
+        return self._kv.custody() if self._kv is not None else ()
 
     async def shutdown(self) -> None:
         llm, self._llm = self._llm, None

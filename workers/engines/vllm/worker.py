@@ -95,6 +95,10 @@ class GmsCpuWorker(CPUWorker):
         """Measured from the tensors' real addresses."""
         return measure(self.model_runner.get_model(), self._kv)
 
+    def hotspare_kv(self) -> KvMemory:
+        """The holder itself, which may be asked from any thread how its holding stands."""
+        return self.kv
+
     def shutdown(self) -> None:
         super().shutdown()
         if self._kv is not None:
