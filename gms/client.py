@@ -250,6 +250,11 @@ class GmsClient:
         request = protocol.GetEvents(after=after, timeout_seconds=timeout_seconds)
         return self._connection.call(request, protocol.EventsReply, wait_seconds=timeout_seconds)
 
+    @property
+    def path(self) -> str:
+        """The service's socket."""
+        return self._connection.path
+
     def fileno(self) -> int:
         """The connection, to watch for its end: the service is gone then. Read nothing from it. -1 once closed."""
         return self._connection.fileno()

@@ -33,7 +33,7 @@ def hear():
     return sys.stdin.readline().strip()
 def mapped(allocation, writable=True):
     reservation = Reservation(allocation.size_bytes)
-    reservation.map(allocation.fd, writable=writable)
+    reservation.map(allocation.chunks, writable=writable)
     return reservation
 """
 
