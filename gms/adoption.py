@@ -13,9 +13,9 @@ import logging
 from collections.abc import Callable
 from typing import Final, Generic, TypeVar
 
-from gms import integrity
 from gms.allocations import AllocationTable, Entry
 from gms.arbiter import Arbiter, staged
+from gms.checking import Checker
 from gms.events import EventLog
 from gms.journal import Journal, PoolRecord
 from gms.leases import Action, Pool
@@ -37,6 +37,7 @@ class Adopter(Generic[P]):
         arbiter: Arbiter,
         table: AllocationTable[P],
         store: PageStore[P],
+        checker: Checker[P],
         journal: Journal,
         events: EventLog,
         apply: Callable[[list[Action]], None],
@@ -46,6 +47,7 @@ class Adopter(Generic[P]):
         self._arbiter = arbiter
         self._table = table
         self._store = store
+        self._checker = checker
         self._journal = journal
         self._events = events
         self._apply = apply
@@ -194,15 +196,14 @@ class Adopter(Generic[P]):
     async def _conclude(self, pool: str, generation: int) -> None:
         """Everything is here: opens the pool if it is what was committed. A task of its own, since the client that
         brought the last chunk may go."""
-        manifest = self._table.manifest(pool, generation)
-        if self._store.backend.readable:
+        if self._checker.reads:
             for entry in self._table.entries(pool, generation):
-                if (wrong := await mismatch(self._store, entry, manifest)) is not None:
+                if (wrong := await self._checker.fault(entry, {})) is not None:
                     self._condemn(pool, wrong)
                     return
         self._apply(self._arbiter.adopted(pool, 0))
         size = self._table.bytes_of(pool, generation)
-        how = "checksums match" if self._store.backend.readable else "its clients attest to its content"
+        how = "checksums match" if self._checker.reads else "its clients attest to its content"
         self._events.emit("adopted", f"{pool}, generation {generation}: {size} bytes are taken back, {how}", pool=pool)
 
     def _concluded(self, pool: str, done: asyncio.Task[None]) -> None:
@@ -234,23 +235,6 @@ class Adopter(Generic[P]):
         self._events.emit("given_up", f"{pool} starts empty: {reason}", pool=pool, level=logging.WARNING)
         self._apply(self._arbiter.settle(pool))
         self._release_waiting(pool)
-
-
-async def mismatch(store: PageStore[P], entry: Entry[P], manifest: bytes) -> str | None:
-    """What is wrong with an entry's content, None if it is what its digests say."""
-    found = await store.digests(entry, manifest)
-    return compare(entry, found, manifest)
-
-
-def compare(entry: Entry[P], found: list[bytes], manifest: bytes) -> str | None:
-    """What differs between an entry's digests and those found now, by the name of the first tensor."""
-    pieces = integrity.pieces(entry.size_bytes, entry.chunk_bytes, manifest, entry.tag)
-    if not len(pieces) == len(entry.digests) == len(found):
-        return f"{entry.tag!r} was committed with {len(entry.digests)} digests, {len(found)} were computed now"
-    for piece, then, now in zip(pieces, entry.digests, found, strict=True):
-        if then != now:
-            return f"the content of {integrity.name(piece, manifest, entry.tag)} is not what was committed"
-    return None
 
 
 def _numbered(message: Adopt, fds: list[int]) -> list[tuple[str, int, int]]:

@@ -10,22 +10,22 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Final, Generic, Protocol, TypeVar
 
 import msgspec
 
-from gms import adoption, protocol
+from gms import protocol, reporting
 from gms.adoption import Adopter
 from gms.allocations import AllocationTable, Entry
 from gms.arbiter import Arbiter, staged
 from gms.backends.base import DeviceError, Hash, MemoryBackend
+from gms.checking import Checker
 from gms.events import EventLog
-from gms.integrity import pieces
-from gms.journal import AllocationRecord, Journal, PoolRecord
-from gms.leases import Action, Drop, Grant, Held, Pool, Refuse, Request
-from gms.protocol import MAX_FDS, ErrorCode, GmsError, LeaseInfo, LeaseMode, PoolStatus, Status
+from gms.journal import Journal, PoolRecord
+from gms.leases import Action, Drop, Grant, Held, Refuse, Request
+from gms.ledger import Ledger
+from gms.protocol import MAX_FDS, ErrorCode, GmsError, LeaseMode, Status
+from gms.reporting import Client
 from gms.store import PageStore, fenced
 
 ADOPT_SECONDS: Final = 30.0
@@ -41,23 +41,6 @@ class Observer(Protocol):
     def allocated(self, pool: str, size_bytes: int, seconds: float) -> None: ...
     def hashed(self, size_bytes: int, seconds: float) -> None: ...
     def handed_back(self, pool: str, outcome: str, seconds: float) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Client:
-    """Who is behind a connection, as it introduced itself. `pid` as seen from here, None if in another namespace;
-    `process` is equal for connections of one process, None where the kernel cannot tell."""
-
-    id: int
-    kind: str
-    engine: str
-    instance: str
-    pid: int | None
-    process: tuple[str, int] | None = None
-
-    @property
-    def label(self) -> str:
-        return f"{self.kind} {self.engine}" + (f" (pid {self.pid})" if self.pid else "")
 
 
 class MemoryService(Generic[P]):
@@ -81,18 +64,19 @@ class MemoryService(Generic[P]):
         self.events = EventLog()
         self._backend = backend
         self._observer = observer
-        self._journal = journal
-        self._journal_problem = "" if journal is not None else "this service keeps no journal"
         self._table: AllocationTable[P] = AllocationTable(limit_bytes)
         self._store = PageStore(backend, self._table, self.events, algorithm=algorithm, fail=fail)
+        self._checker = Checker(self._store, self._table, observer)
         self._clients: dict[int, Client] = {}
         self._keys = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Grant]] = {}
-        self._lease_files: dict[tuple[int, str], Path] = {}
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         records = journal.load() if journal is not None else []
         self._arbiter = Arbiter(after=max((record.highest_generation for record in records), default=0))
+        self._ledger = Ledger(
+            journal, arbiter=self._arbiter, table=self._table, events=self.events, device_id=self.device_id
+        )
         self._adopter = None if journal is None else self._start_adopter(journal, records, adopt_seconds)
 
     def join(self, client: Client) -> None:
@@ -115,8 +99,7 @@ class MemoryService(Generic[P]):
         if self._adopter is not None:
             self._adopter.close()
         self._store.close()
-        if self._journal is not None:
-            self._journal.close()
+        self._ledger.close()
 
     async def attach(self, client: Client, message: protocol.Attach) -> tuple[protocol.Granted, list[int]]:
         """The lease, and its locked descriptor, if there is one, that the caller closes."""
@@ -129,9 +112,10 @@ class MemoryService(Generic[P]):
         try:
             self._inherit(client, message.pool)
             self._apply(self._arbiter.attach(request))
-            self._persist(message.pool)
+            self._ledger.record(message.pool)
             if not answer.done():
-                detail = self._wait_sentence(self._arbiter.pools[message.pool], request)
+                pool = self._arbiter.pools[message.pool]
+                detail = reporting.wait(pool, request, self._clients, now=started)
                 self.events.emit("waiting", detail, pool=message.pool, client=client.label)
             grant = await answer
             if message.verify and grant.mode is LeaseMode.RO:
@@ -175,7 +159,7 @@ class MemoryService(Generic[P]):
             client.id,
         )
         await self._store.allocate(entry, seconds=message.timeout_seconds, evict=self._evict)
-        self._persist(message.pool)
+        self._ledger.record(message.pool)
         if self._observer is not None:
             self._observer.allocated(message.pool, size, self._loop.time() - started)
         return self._shared(entry, 0, writable=True, created=True)
@@ -198,7 +182,7 @@ class MemoryService(Generic[P]):
             )
         lease = self._lease(client, message.pool, LeaseMode.RW)
         self._table.put_manifest(message.pool, lease.generation, message.manifest)
-        self._persist(message.pool)
+        self._ledger.record(message.pool)
         return protocol.Done()
 
     def get_manifest(self, message: protocol.GetManifest) -> protocol.ManifestReply:
@@ -218,11 +202,11 @@ class MemoryService(Generic[P]):
         for entry in entries:
             await self._store.freeze(entry)
         for entry in entries:
-            entry.digests = await self._digests_to_keep(entry, message)
+            entry.digests = await self._checker.to_keep(entry, message.manifest, message.digests)
         self._lease(client, message.pool, LeaseMode.RW)
         self._table.put_manifest(message.pool, lease.generation, message.manifest)
         self._apply(self._arbiter.commit(client.id, message.pool))
-        self._persist(message.pool)
+        self._ledger.record(message.pool)
         detail = f"{client.label} committed {message.pool}, generation {lease.generation}"
         self.events.emit("committed", detail, pool=message.pool, client=client.label)
         granted = self._granted(message.pool, LeaseMode.RO, lease.generation)
@@ -257,7 +241,7 @@ class MemoryService(Generic[P]):
         if message.more:
             return protocol.Done(), []
         lease = self._lease(client, message.pool)
-        self._persist(message.pool)
+        self._ledger.record(message.pool)
         return self._grant_lease(client, message.pool, lease.mode, lease.generation)
 
     async def verify(self, message: protocol.Verify) -> protocol.Verified:
@@ -267,11 +251,7 @@ class MemoryService(Generic[P]):
             raise GmsError(ErrorCode.NOT_FOUND, f"Nothing is committed to {message.pool} that could be verified.")
         generation = pool.standing
         for entry in self._table.entries(message.pool, generation):
-            if self._backend.readable:
-                wrong = await self._mismatch(entry)
-            else:
-                wrong = self._compare_word(entry, message)
-            if wrong is not None:
+            if (wrong := await self._checker.fault(entry, message.digests)) is not None:
                 if self._table.holds(entry) and pool.standing == generation:
                     self._condemn(message.pool, wrong)
                 raise GmsError(ErrorCode.CORRUPT, f"{message.pool} is corrupt: {wrong}. It must be loaded anew.")
@@ -282,39 +262,17 @@ class MemoryService(Generic[P]):
         return protocol.EventsReply(events=events, last=events[-1].seq if events else self.events.last)
 
     def status(self) -> Status:
-        pools = []
-        for name, pool in self._arbiter.pools.items():
-            leases = []
-            for held in pool.held():
-                who = self._clients[held.client]
-                leases.append(LeaseInfo(who.engine, who.instance, who.pid, held.mode))
-            pools.append(
-                PoolStatus(
-                    name=name,
-                    state=pool.state,
-                    generation=pool.current,
-                    epoch=max(pool.epoch, 0),
-                    bytes=self._table.bytes_in(name),
-                    high_water_bytes=self._table.high_water_in(name),
-                    orphaned_bytes=sum(self._table.bytes_of(name, generation) for generation in pool.orphans()),
-                    waiting=len(pool.waiting()),
-                    waits=[self._wait_sentence(pool, request) for request in pool.waiting()],
-                    leases=leases,
-                    allocations=self._table.info(name, pool.current),
-                    corrupt=pool.corrupt,
-                )
-            )
         return Status(
             device=self.device,
             device_id=self.device_id,
-            pools=pools,
+            pools=reporting.pools(self._arbiter, self._table, self._clients, now=self._loop.time()),
             total_bytes=self._table.total_bytes,
             high_water_bytes=self._table.high_water_bytes,
             memory_limit=self._table.limit_bytes,
             bytes_by_owner=dict(self._table.bytes_by_owner()),
             memory_waits=self._store.waits(),
             clients=len(self._clients),
-            journal=self._journal_problem,
+            journal=self._ledger.problem,
         )
 
     def _start_adopter(self, journal: Journal, records: list[PoolRecord], seconds: float) -> Adopter[P]:
@@ -322,6 +280,7 @@ class MemoryService(Generic[P]):
             arbiter=self._arbiter,
             table=self._table,
             store=self._store,
+            checker=self._checker,
             journal=journal,
             events=self.events,
             apply=self._apply,
@@ -330,7 +289,7 @@ class MemoryService(Generic[P]):
         )
         adopter.restore(records)
         for record in records:
-            self._persist(record.pool)
+            self._ledger.record(record.pool)
         return adopter
 
     def _shared(
@@ -353,16 +312,8 @@ class MemoryService(Generic[P]):
         if mode is LeaseMode.RW:
             self._table.hand_over(pool, generation, client.label)
         granted = self._granted(pool, mode, generation)
-        if self._journal is None:
-            return granted, []
-        try:
-            descriptor, path = self._journal.open_lease(pool, generation)
-        except OSError as error:
-            self._journal_failed(error)
-            return granted, []
-        self._close_lease_file(client.id, pool)
-        self._lease_files[client.id, pool] = path
-        return msgspec.structs.replace(granted, fds=1), [descriptor]
+        fds = self._ledger.open_lease(client.id, pool, generation)
+        return msgspec.structs.replace(granted, fds=len(fds)), fds
 
     def _granted(self, pool: str, mode: LeaseMode, generation: int) -> protocol.Granted:
         allocations = self._table.info(pool, generation)
@@ -394,12 +345,7 @@ class MemoryService(Generic[P]):
             proof = proof or not self._table.entries(pool, lease.generation)
         self._apply(self._arbiter.release(client, pool, proof))
         if proof or not self._arbiter.suspected(client):
-            self._close_lease_file(client, pool)
-
-    def _close_lease_file(self, client: int, pool: str) -> None:
-        path = self._lease_files.pop((client, pool), None)
-        if path is not None and self._journal is not None:
-            self._journal.close_lease(path)
+            self._ledger.close_lease(client, pool)
 
     def _inherit(self, client: Client, pool: str) -> None:
         """A process that comes back on a new connection may have what its broken one held, without dying first."""
@@ -408,43 +354,10 @@ class MemoryService(Generic[P]):
             if others:
                 self._arbiter.inherit(pool, others, client.id)
 
-    async def _digests_to_keep(self, entry: Entry[P], message: protocol.Commit) -> list[bytes]:
-        if self._backend.readable:
-            return await self._hashed(entry, message.manifest)
-        given = message.digests.get(entry.tag, [])
-        wanted = len(pieces(entry.size_bytes, entry.chunk_bytes, message.manifest, entry.tag))
-        if len(given) != wanted:
-            raise GmsError(
-                ErrorCode.INVALID,
-                f"{message.pool} was not committed: {wanted} digests of {entry.tag!r} are due, {len(given)} came. This "
-                "service cannot read its device; the writer must hash what it wrote.",
-            )
-        return given
-
-    async def _hashed(self, entry: Entry[P], manifest: bytes) -> list[bytes]:
-        started = self._loop.time()
-        digests = await self._store.digests(entry, manifest)
-        if self._observer is not None:
-            self._observer.hashed(entry.size_bytes, self._loop.time() - started)
-        return digests
-
-    async def _mismatch(self, entry: Entry[P]) -> str | None:
-        manifest = self._table.manifest(entry.pool, entry.generation)
-        return adoption.compare(entry, await self._hashed(entry, manifest), manifest)
-
-    def _compare_word(self, entry: Entry[P], message: protocol.Verify) -> str | None:
-        if entry.tag not in message.digests:
-            raise GmsError(
-                ErrorCode.INVALID,
-                f"This service cannot read its device: a reader must send its digests of {entry.tag!r}.",
-            )
-        manifest = self._table.manifest(entry.pool, entry.generation)
-        return adoption.compare(entry, message.digests[entry.tag], manifest)
-
     async def _verify_for(self, client: Client, pool: str) -> None:
         """Before a reader gets its lease; it has none if this fails."""
         try:
-            if not self._backend.readable:
+            if not self._checker.reads:
                 raise GmsError(
                     ErrorCode.NOT_PERMITTED,
                     "This service cannot read its device; attach, hash what is mapped, and send the digests.",
@@ -458,7 +371,7 @@ class MemoryService(Generic[P]):
         detail = f"{pool} is given to nobody any more: {reason}"
         self.events.emit("corrupt", detail, pool=pool, level=logging.ERROR)
         self._apply(self._arbiter.condemn(pool, reason))
-        self._persist(pool)
+        self._ledger.record(pool)
 
     def _evict(self) -> bool:
         """Makes room by giving up weights that nobody uses."""
@@ -469,17 +382,6 @@ class MemoryService(Generic[P]):
                 self.events.emit("evicted", detail, pool=action.pool)
         self._apply(actions)
         return bool(actions)
-
-    def _wait_sentence(self, pool: Pool, request: Request) -> str:
-        suspects = (self._clients[client].label for client in pool.suspects() if client in self._clients)
-        holders = (self._clients[held.client].label for held in pool.held() if held.mode is LeaseMode.RW)
-        whom = ", ".join(dict.fromkeys([*holders, *suspects]))
-        left = max(request.deadline - self._loop.time(), 0.0)
-        epoch = f", epoch {request.epoch}," if not staged(request.pool) else ""
-        return (
-            f"{request.label}{epoch} waits for {request.pool} as {request.mode}, because {pool.cause()}"
-            f"{f' ({whom})' if whom else ''}; {left:.1f} s left"
-        )
 
     def _apply(self, actions: list[Action]) -> None:
         for action in actions:
@@ -496,7 +398,7 @@ class MemoryService(Generic[P]):
                     detail = f"{action.pool}: generation {action.generation} is given back, {count} allocations"
                     self.events.emit("dropped", detail, pool=action.pool)
         for pool in {action.pool if isinstance(action, Drop) else action.request.pool for action in actions}:
-            self._persist(pool)
+            self._ledger.record(pool)
         self._arm()
 
     def _answer(self, request: Request) -> asyncio.Future[Grant] | None:
@@ -513,49 +415,3 @@ class MemoryService(Generic[P]):
         deadline = self._arbiter.next_deadline()
         if deadline is not None:
             self._timer = self._loop.call_at(deadline, lambda: self._apply(self._arbiter.expire(self._loop.time())))
-
-    def _persist(self, name: str) -> None:
-        """Writes down what a next service must know of a pool. A journal that cannot be written stops nothing: it is
-        told in the status, and what is lost is the hand-back."""
-        if self._journal is None:
-            return
-        pool = self._arbiter.pools.get(name)
-        try:
-            if pool is None or (staged(name) and not pool.standing):
-                self._journal.forget(name)
-            else:
-                self._journal.save(self._record(name, pool))
-        except OSError as error:
-            self._journal_failed(error)
-        else:
-            self._journal_problem = ""
-
-    def _journal_failed(self, error: OSError) -> None:
-        if not self._journal_problem:
-            detail = f"The journal cannot be written ({error}): pages could not be taken back after a restart."
-            self.events.emit("journal", detail, level=logging.ERROR)
-        self._journal_problem = str(error)
-
-    def _record(self, name: str, pool: Pool) -> PoolRecord:
-        entries = self._table.entries(name, pool.standing)
-        return PoolRecord(
-            device_id=self.device_id,
-            pool=name,
-            generation=pool.standing,
-            highest_generation=max((p.current for p in self._arbiter.pools.values()), default=0),
-            fence=pool.epoch,
-            lease_epoch=pool.lease_epoch,
-            manifest=self._table.manifest(name, pool.standing),
-            allocations=[
-                AllocationRecord(
-                    tag=entry.tag,
-                    size_bytes=entry.size_bytes,
-                    chunk_bytes=entry.chunk_bytes,
-                    owner=entry.owner,
-                    identities=list(entry.identities),
-                    digests=entry.digests,
-                )
-                for entry in entries
-                if len(entry.identities) == len(entry.pages)
-            ],
-        )

@@ -1,0 +1,69 @@
+"""The service as people see it: its status, and sentences about who waits for what. Pure reading; nothing is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+from gms.allocations import AllocationTable
+from gms.arbiter import Arbiter, staged
+from gms.leases import Pool, Request
+from gms.protocol import LeaseInfo, LeaseMode, PoolStatus
+
+P = TypeVar("P")
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """Who is behind a connection, as it introduced itself. `pid` as seen from here, None if in another namespace;
+    `process` is equal for connections of one process, None where the kernel cannot tell."""
+
+    id: int
+    kind: str
+    engine: str
+    instance: str
+    pid: int | None
+    process: tuple[str, int] | None = None
+
+    @property
+    def label(self) -> str:
+        return f"{self.kind} {self.engine}" + (f" (pid {self.pid})" if self.pid else "")
+
+
+def pools(
+    arbiter: Arbiter, table: AllocationTable[P], clients: Mapping[int, Client], *, now: float
+) -> list[PoolStatus]:
+    """`now` in the time of the requests' deadlines."""
+    return [
+        PoolStatus(
+            name=name,
+            state=pool.state,
+            generation=pool.current,
+            epoch=max(pool.epoch, 0),
+            bytes=table.bytes_in(name),
+            high_water_bytes=table.high_water_in(name),
+            orphaned_bytes=sum(table.bytes_of(name, generation) for generation in pool.orphans()),
+            waiting=len(pool.waiting()),
+            waits=[wait(pool, request, clients, now=now) for request in pool.waiting()],
+            leases=[
+                LeaseInfo(who.engine, who.instance, who.pid, held.mode)
+                for held in pool.held()
+                if (who := clients.get(held.client)) is not None
+            ],
+            allocations=table.info(name, pool.current),
+            corrupt=pool.corrupt,
+        )
+        for name, pool in arbiter.pools.items()
+    ]
+
+
+def wait(pool: Pool, request: Request, clients: Mapping[int, Client], *, now: float) -> str:
+    """Who waits, for what, whose doing it is, and for how long at most."""
+    doing = [*pool.suspects(), *(held.client for held in pool.held() if held.mode is LeaseMode.RW)]
+    whom = ", ".join(dict.fromkeys(clients[client].label for client in doing if client in clients))
+    epoch = "" if staged(request.pool) else f", epoch {request.epoch},"
+    return (
+        f"{request.label}{epoch} waits for {request.pool} as {request.mode}, because {pool.cause()}"
+        f"{f' ({whom})' if whom else ''}; {max(request.deadline - now, 0.0):.1f} s left"
+    )
