@@ -45,7 +45,10 @@ def name(piece: Piece, manifest: bytes, tag: str) -> str:
     ]
     if not inside:
         return f"bytes {piece.at} to {piece.at + piece.length} of {tag!r}"
-    return f"tensor {inside[0]}" if len(inside) == 1 else f"tensors {', '.join(inside[:3])}"
+    if len(inside) == 1:
+        return f"tensor {inside[0]}"
+    more = f" and {len(inside) - 3} more" if len(inside) > 3 else ""
+    return f"tensors {', '.join(inside[:3])}{more}"
 
 
 def _slots(manifest: bytes, tag: str) -> dict[str, Slot]:

@@ -11,6 +11,8 @@ from typing import Final
 import msgspec
 from msgspec import Struct
 
+FORM: Final = 2
+"""Counts the forms that a manifest has had. Who names a pool by what must fit counts this in."""
 ALIGNMENT: Final = 4096
 """A page: a tensor never shares one with its neighbour, so that what is read is what is resident."""
 
