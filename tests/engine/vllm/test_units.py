@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from gms import protocol
 from workers.engine import EngineConfigError
 from workers.engines.vllm import arguments, compat
-from workers.engines.vllm.weights import ALIGNMENT, Manifest, Slot, SlotPlanner, check_known, layout_key
+from workers.engines.vllm.weights import layout_key, pool_name
 from workers.memory import MemoryService
 from workers.settings import EngineSettings
 
 SERVICE = MemoryService(socket="/s", device="cpu:0", engine="a", instance="i", timeout_seconds=1.0)
-SLOT = Slot(offset=0, size_bytes=8, shape=(2,), stride=(1,), storage_offset=0, dtype="float32")
 
 
 def checkpoint(folder: Path) -> Path:
@@ -49,28 +49,9 @@ def test_whatever_changes_the_layout_changes_the_key(tmp_path: Path) -> None:
     assert len(set(keys)) == len(keys)
 
 
-def test_storages_do_not_share_pages() -> None:
-    planner = SlotPlanner()
-    assert [planner.place(size) for size in (1, ALIGNMENT, ALIGNMENT + 1, 0, 1)] == [
-        0,
-        ALIGNMENT,
-        2 * ALIGNMENT,
-        4 * ALIGNMENT,
-        5 * ALIGNMENT,
-    ]
-    assert planner.size_bytes == 6 * ALIGNMENT
-
-
-def test_a_manifest_survives_the_service() -> None:
-    manifest = Manifest(size_bytes=8, parameters={"w": SLOT}, buffers={"b": SLOT}, aliases={"tied": "w"})
-    assert Manifest.decode(manifest.encode()) == manifest
-
-
-def test_parameters_that_nobody_wrote_are_named() -> None:
-    manifest = Manifest(size_bytes=8, parameters={"w": SLOT}, buffers={}, aliases={"tied": "w"})
-    check_known(["w", "tied"], manifest)
-    with pytest.raises(ValueError, match=r"lack 1 parameters.*missing\.weight"):
-        check_known(["w", "missing.weight"], manifest)
+def test_a_layout_key_is_a_pool_name(tmp_path: Path) -> None:
+    request = protocol.GetManifest(pool=pool_name(key(checkpoint(tmp_path))))
+    assert protocol.decode_request(protocol.encode(request)[protocol.HEADER_BYTES :]) == request
 
 
 def test_placement_travels_through_vllms_config() -> None:

@@ -1,8 +1,7 @@
 """vLLM's load format ``gms``: the first engine loads the checkpoint into the memory service, the others map it.
 
-Parameters are shared read-only. Buffers are small and some are written when a load is finished (attention scales), so a
-reader clones them. Kernels that repack weights into private copies (oneDNN, SGL) are off in these engines: sharing is
-what the service is for, and both engines of a pair must compute the same way.
+What is shared and what is cloned is said in ``gms.tensors``. Kernels that repack weights into private copies (oneDNN,
+SGL) are off in these engines: sharing is what the service is for, and both engines of a pair must compute the same way.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import dataclasses
 import gc
 import logging
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +25,9 @@ from vllm.model_executor.model_loader.utils import initialize_model, process_wei
 from vllm.model_executor.utils import weights_already_processed
 from vllm.utils.torch_utils import set_default_torch_dtype
 
+from gms import tensors
 from workers.engines.vllm.arguments import Placement
-from workers.engines.vllm.weights import Manifest, Slot, SlotPlanner, WeightsMemory, check_known, layout_key
+from workers.engines.vllm.weights import ARENA_TAG, WeightsMemory, layout_key
 
 logger = logging.getLogger(__name__)
 
@@ -91,14 +90,10 @@ class GmsModelLoader(BaseModelLoader):
 
     def _write(self, hold: WeightsMemory, vllm_config: Any, model_config: Any, prefix: str) -> Any:
         model = self._from_disk.load_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
-        manifest, tensors = plan(model)
-        arena = _as_bytes(hold.map_for_writing(manifest.size_bytes))
-        for name, slot in {**manifest.parameters, **manifest.buffers}.items():
-            _storage_view(arena, slot).copy_(_storage_bytes(tensors[name]))
-        for name, slot in manifest.parameters.items():
-            tensors[name].data = view(arena, slot)
+        manifest, stored = tensors.plan(model, tag=ARENA_TAG)
+        tensors.pack(manifest, stored, tensors.arena(hold.map_for_writing(manifest.size_bytes)))
         hold.commit(manifest)
-        del tensors
+        del stored
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)  # the loader's private copies: large pages of the heap, free now
         return model
@@ -107,15 +102,15 @@ class GmsModelLoader(BaseModelLoader):
         manifest = hold.manifest
         with set_default_torch_dtype(model_config.dtype), torch.device("meta"):
             model = initialize_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
-        arena = _as_bytes(hold.map_for_reading(manifest.size_bytes))
-        check_known((name for name, _ in model.named_parameters(remove_duplicate=False)), manifest)
-        install(model, manifest, arena)
+        arena = tensors.arena(hold.map_for_reading())
+        tensors.install(model, manifest, arena)
         with set_default_torch_dtype(model_config.dtype), weights_already_processed():
-            process_weights_after_loading(model, model_config, torch.device("cpu"))
-        if left := materialize_empty(model):
+            process_weights_after_loading(model, model_config, arena.device)
+        tensors.fill_empty(model, arena.device)  # the KV cache's placeholders are such
+        if left := tensors.unfilled(model):
             raise ValueError(
-                f"this model cannot be read from shared weights: {len(left)} of its tensors are neither parameters nor "
-                f"buffers of the writer's model, {left[0]} among them; run it with HOTSPARE_GMS=false"
+                f"this model cannot be read from shared weights: the writer had no values for {len(left)} of its "
+                f"tensors, {left[0]} among them; run it with HOTSPARE_GMS=false"
             )
         return model
 
@@ -128,98 +123,3 @@ def keep_weights_unpacked() -> None:
     """
     custom_ops._supports_onednn = False
     layer_utils.check_cpu_sgl_kernel = lambda n, k, dtype: False
-
-
-def plan(model: Any) -> tuple[Manifest, dict[str, Any]]:
-    """Where each tensor of a loaded model goes, and the tensors by name. Tied tensors are one object, stored once."""
-    planner = SlotPlanner()
-    parameters: dict[str, Slot] = {}
-    buffers: dict[str, Slot] = {}
-    aliases: dict[str, str] = {}
-    tensors: dict[str, Any] = {}
-    names: dict[int, str] = {}
-    for slots, named in (
-        (parameters, model.named_parameters(remove_duplicate=False)),
-        (buffers, model.named_buffers(remove_duplicate=False)),
-    ):
-        for name, tensor in named:
-            if (known := names.setdefault(id(tensor), name)) != name:
-                aliases[name] = known
-                continue
-            size = tensor.untyped_storage().nbytes()
-            slots[name] = Slot(
-                offset=planner.place(size),
-                size_bytes=size,
-                shape=tuple(tensor.shape),
-                stride=tuple(tensor.stride()),
-                storage_offset=tensor.storage_offset(),
-                dtype=str(tensor.dtype).removeprefix("torch."),
-            )
-            tensors[name] = tensor
-    return Manifest(size_bytes=planner.size_bytes, parameters=parameters, buffers=buffers, aliases=aliases), tensors
-
-
-def install(model: Any, manifest: Manifest, arena: Any) -> None:
-    """Put parameters over the arena, and clones of the buffers, in the places of a meta-device model."""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    installed: dict[str, Any] = {}
-
-    def put(name: str, tensor: Any) -> None:
-        owner_name, _, leaf = name.rpartition(".")
-        owner = modules.get(owner_name)
-        if owner is None:
-            raise ValueError(f"the shared weights hold {name}, for which this model has no place")
-        is_parameter = isinstance(tensor, torch.nn.Parameter)
-        persistent = leaf not in owner._non_persistent_buffers_set
-        owner._parameters.pop(leaf, None)
-        owner._buffers.pop(leaf, None)
-        if is_parameter:
-            owner.register_parameter(leaf, tensor)
-        else:
-            owner.register_buffer(leaf, tensor, persistent=persistent)
-        installed[name] = tensor
-
-    for name, slot in manifest.parameters.items():
-        put(name, torch.nn.Parameter(view(arena, slot), requires_grad=False))
-    for name, slot in manifest.buffers.items():
-        put(name, view(arena, slot).clone())
-    for name, stored in manifest.aliases.items():
-        put(name, installed[stored])
-
-
-def materialize_empty(model: Any) -> list[str]:
-    """Replace meta tensors without elements (the KV cache's placeholders are such), and name those that have some.
-
-    Looks at parameters, buffers, and tensors that modules keep as plain attributes.
-    """
-    left: list[str] = []
-    for module_name, module in model.named_modules():
-        for kind in (module._parameters, module._buffers, module.__dict__):
-            for leaf, value in list(kind.items()):
-                if not (isinstance(value, torch.Tensor) and value.is_meta):
-                    continue
-                if value.numel() == 0 and kind is module.__dict__:
-                    kind[leaf] = torch.empty_like(value, device="cpu")
-                else:
-                    left.append(f"{module_name}.{leaf}" if module_name else leaf)
-    return left
-
-
-def view(arena: Any, slot: Slot) -> Any:
-    """The tensor of a slot."""
-    flat = _storage_view(arena, slot).view(getattr(torch, slot.dtype))
-    return torch.as_strided(flat, slot.shape, slot.stride, flat.storage_offset() + slot.storage_offset)
-
-
-def _storage_view(arena: Any, slot: Slot) -> Any:
-    return arena[slot.offset : slot.offset + slot.size_bytes]
-
-
-def _storage_bytes(tensor: Any) -> Any:
-    return torch.tensor([], dtype=torch.uint8).set_(tensor.untyped_storage())
-
-
-def _as_bytes(buffer: Any) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # "not writable": so it is meant
-        return torch.frombuffer(buffer, dtype=torch.uint8)

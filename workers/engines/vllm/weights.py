@@ -1,59 +1,28 @@
-"""How a model's tensors lie in the memory service: the layout key, the manifest, and the engine's hold on the pages.
+"""The engine's hold on a model's weights in the memory service: the layout's name, the lease, and the mapping.
 
-One pool per layout. The engine that comes first writes: it packs all tensors into one arena, commits with a manifest
-that says where each is, and from then on is a reader like everyone else. Nothing here knows vLLM; ``loader`` does.
+One pool per layout. The engine that comes first writes: it packs all tensors into one arena (``gms.tensors``), commits
+with a manifest that says where each is, and from then on is a reader like everyone else. Nothing here knows vLLM or
+torch; ``loader`` does.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
-from gms.client import GmsClient, Lease, LeaseMode
+from gms.client import Allocation, GmsClient, Lease, LeaseMode
+from gms.custody import Custody
+from gms.holding import CustodyState
+from gms.manifest import FORM, Manifest
 from gms.mapping import Reservation
 from workers.memory import MemoryService
 
 ARENA_TAG: Final = "weights"
-ALIGNMENT: Final = 4096
-"""A page: a tensor never shares one with its neighbour, so that what is read is what is resident."""
 
 _WEIGHT_PATTERNS: Final = ("*.safetensors", "*.bin", "*.pt", "*.gguf", "*.safetensors.index.json")
-
-
-class Slot(msgspec.Struct, frozen=True, kw_only=True):
-    """One storage in the arena, and the tensor over it."""
-
-    offset: int
-    size_bytes: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    storage_offset: int
-    """In elements, as torch counts it."""
-    dtype: str
-
-
-class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a reader needs to build the model without the checkpoint."""
-
-    size_bytes: int
-    parameters: dict[str, Slot]
-    buffers: dict[str, Slot]
-    aliases: dict[str, str]
-    """Name of a tied tensor → the name it is stored under."""
-
-    def encode(self) -> bytes:
-        return msgspec.msgpack.encode(self)
-
-    @classmethod
-    def decode(cls, raw: bytes) -> Manifest:
-        """Raises:
-        msgspec.DecodeError: not a manifest.
-        """
-        return msgspec.msgpack.decode(raw, type=cls)
 
 
 def layout_key(
@@ -72,6 +41,7 @@ def layout_key(
         "quantization": quantization,
         "rank": (rank, world_size),
         "engine": engine_version,
+        "manifest": FORM,
     }
     return hashlib.sha256(msgspec.msgpack.encode(described)).hexdigest()
 
@@ -80,26 +50,20 @@ def pool_name(key: str) -> str:
     return f"weights/{key}"
 
 
-class SlotPlanner:
-    """Gives each distinct storage a place in the arena."""
-
-    def __init__(self) -> None:
-        self.size_bytes = 0
-
-    def place(self, size_bytes: int) -> int:
-        """The offset for ``size_bytes`` more."""
-        offset = self.size_bytes
-        self.size_bytes += -(-max(size_bytes, 1) // ALIGNMENT) * ALIGNMENT
-        return offset
-
-
 class WeightsMemory:
-    """An engine's hold on one weights pool: the lease, and the range its pages are mapped at, for the engine's life."""
+    """An engine's hold on one weights pool: the lease, and the range its pages are mapped at, for the engine's life.
 
-    def __init__(self, client: GmsClient, lease: Lease) -> None:
+    Once the pages are mapped read-only the lease is in custody, with their descriptors, so that they can be handed back
+    to a service that was restarted.
+    """
+
+    def __init__(self, service: MemoryService, client: GmsClient, lease: Lease) -> None:
+        self._service = service
         self._client = client
         self._lease = lease
+        self._pages: Allocation | None = None
         self._range: Reservation | None = None
+        self._custody: Custody | None = None
         self.role = "writer" if lease.mode == LeaseMode.RW else "reader"
 
     @classmethod
@@ -115,32 +79,44 @@ class WeightsMemory:
         except BaseException:
             client.close()
             raise
-        return cls(client, lease)
+        return cls(service, client, lease)
 
     @property
     def manifest(self) -> Manifest:
-        """What the writer committed."""
-        return Manifest.decode(self._lease.manifest)
+        """What the writer committed.
 
-    def map_for_writing(self, size_bytes: int) -> Any:
-        """Fresh pages, writable; returns the arena as a ctypes array."""
-        self._range = Reservation(size_bytes)
-        with self._lease.allocate(ARENA_TAG, self._range.size_bytes) as pages:
-            self._range.map(pages.fd, writable=True)
-        return self._range.buffer()
+        Raises:
+            ValueError: something else than a model of this version was committed under this name.
+        """
+        try:
+            return Manifest.decode(self._lease.manifest)
+        except msgspec.DecodeError as error:
+            raise ValueError(f"what is committed in {self._lease.pool} is no model's weights: {error}") from error
+
+    def map_for_writing(self, size_bytes: int) -> Reservation:
+        """Fresh pages, writable.
+
+        Raises:
+            gms.client.GmsError: no room; nothing is left behind once ``close`` was called.
+        """
+        self._pages = self._lease.allocate(ARENA_TAG, size_bytes)
+        return self._map(self._pages, writable=True)
 
     def commit(self, manifest: Manifest) -> None:
         """Publish, and go on as a reader at the same addresses. Nothing may touch the arena meanwhile."""
-        arena = self._mapped()
-        arena.unmap()
+        if self._range is None or self._pages is None:
+            raise RuntimeError("no arena is mapped")
+        self._range.unmap()
         self._lease.commit(manifest.encode())
-        self._map_read_only(arena)
+        self._pages.close()
+        self.map_for_reading()
 
-    def map_for_reading(self, size_bytes: int) -> Any:
+    def map_for_reading(self) -> Reservation:
         """The committed pages, read-only: a write to them is a SIGSEGV."""
-        self._range = Reservation(size_bytes)
-        self._map_read_only(self._range)
-        return self._range.buffer()
+        self._pages = self._lease.export(ARENA_TAG)
+        place = self._map(self._pages, writable=False)
+        self._custody = self._service.keep(self._client, self._lease, [self._pages])
+        return place
 
     def holds(self, address: int, size_bytes: int) -> bool:
         """Whether these bytes lie in the service's pages."""
@@ -149,26 +125,23 @@ class WeightsMemory:
         start, end = self._range.address, self._range.address + self._range.size_bytes
         return start <= address and address + size_bytes <= end
 
+    def custody(self) -> tuple[CustodyState, ...]:
+        """How the holding stands; empty before the pages are mapped for reading."""
+        return () if self._custody is None else (self._custody.state(),)
+
     def close(self) -> None:
         """Give everything back after a failed load. A loaded engine keeps its hold until its process ends."""
         if self._range is not None:
             self._range.close()
-        self._client.close()
+        if self._custody is not None:
+            self._custody.close()
+        else:
+            self._client.close()
+            if self._pages is not None:
+                self._pages.close()
 
-    def _map_read_only(self, arena: Reservation) -> None:
-        with self._lease.export(ARENA_TAG) as pages:
-            arena.map(pages.fd, writable=False)
-
-    def _mapped(self) -> Reservation:
+    def _map(self, pages: Allocation, *, writable: bool) -> Reservation:
         if self._range is None:
-            raise RuntimeError("no arena is mapped")
+            self._range = Reservation(pages.size_bytes, memory=self._service.device_memory())
+        self._range.map(pages.chunks, writable=writable)
         return self._range
-
-
-def check_known(wanted: Iterable[str], manifest: Manifest) -> None:
-    """Raises:
-    ValueError: the model has parameters that the manifest does not.
-    """
-    missing = sorted(set(wanted) - set(manifest.parameters) - set(manifest.aliases))
-    if missing:
-        raise ValueError(f"the shared weights lack {len(missing)} parameters of this model, {missing[0]} among them")
