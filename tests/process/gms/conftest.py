@@ -133,7 +133,8 @@ Spawn = Callable[..., Process]
 
 
 @pytest.fixture
-def spawn() -> Iterator[Spawn]:
+def spawn(folder: Path) -> Iterator[Spawn]:
+    """What is started here is gone before its folder is."""
     processes: list[Process] = []
 
     def start(arguments: list[str], environment: dict[str, str] | None = None, stream: str = "stdout") -> Process:
