@@ -185,6 +185,7 @@ class _Control:
     async def _status(self, _: str) -> object:
         return {
             "memory": msgspec.to_builtins(self._engine.memory()),
+            "custody": msgspec.to_builtins(self._engine.custody()),
             "steps": self._engine.steps,
             "busy": self._engine.busy,
             "kv_usage": self._engine.kv_usage(),

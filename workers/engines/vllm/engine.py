@@ -16,6 +16,7 @@ from gms.holding import CustodyState
 from workers.engine import ASGIApp, EngineConfigError, EngineDeadError, EngineMemory, MemoryLostError
 from workers.engines.vllm import arguments, compat
 from workers.engines.vllm.preload import import_all
+from workers.engines.vllm.weights import WeightsMemory
 from workers.memory import KvMemory, MemoryService
 from workers.settings import EngineSettings
 
@@ -43,6 +44,7 @@ class VllmEngine:
         self._app: ASGIApp | None = None
         self._memory: EngineMemory | None = None
         self._kv: KvMemory | None = None
+        self._weights: WeightsMemory | None = None
         self._awake = False
 
     @property
@@ -91,6 +93,7 @@ class VllmEngine:
         if self._service is not None:
             await self._core.worker_call("kv_scratch")
             self._kv = await self._core.worker_call("hotspare_kv")
+            self._weights = await self._core.worker_call("hotspare_weights")
         await serving.warm_up(app, model=self.models[0], tasks=tasks)
         self._awake = True
         await self.park()
@@ -158,7 +161,7 @@ class VllmEngine:
         return self._memory
 
     def custody(self) -> tuple[CustodyState, ...]:
-        return self._kv.custody() if self._kv is not None else ()
+        return tuple(state for hold in (self._weights, self._kv) if hold is not None for state in hold.custody())
 
     async def shutdown(self) -> None:
         llm, self._llm = self._llm, None

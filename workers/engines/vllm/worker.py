@@ -14,9 +14,11 @@ import torch
 from torch.overrides import TorchFunctionMode
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from gms import tensors
 from workers.engine import EngineMemory
 from workers.engines.vllm.arguments import Placement
 from workers.engines.vllm.loader import weights_of
+from workers.engines.vllm.weights import WeightsMemory
 from workers.memory import KvMemory, MemoryService
 
 logger = logging.getLogger(__name__)
@@ -69,7 +71,7 @@ class GmsCpuWorker(CPUWorker):
         if self._kv is not None:
             raise RuntimeError("vLLM allocated its KV cache twice; this engine knows of one allocation only")
         self._kv = KvMemory(self._service, size_bytes=size_bytes)
-        return torch.frombuffer(self._kv.range.buffer(), dtype=torch.int8)[:size_bytes]
+        return tensors.arena(self._kv.range).view(torch.int8)[:size_bytes]
 
     @property
     def kv(self) -> KvMemory:
@@ -98,6 +100,10 @@ class GmsCpuWorker(CPUWorker):
     def hotspare_kv(self) -> KvMemory:
         """The holder itself, which may be asked from any thread how its holding stands."""
         return self.kv
+
+    def hotspare_weights(self) -> WeightsMemory | None:
+        """The holder of the weights' pages, as ``hotspare_kv``."""
+        return weights_of(self.model_runner.get_model())
 
     def shutdown(self) -> None:
         super().shutdown()
