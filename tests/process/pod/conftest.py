@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.process.pod.pods import Pod, StartPod
+from tests.process.pod.sim_pods import SimPod
 from tests.support.processes import gone
 from workers.ports import PortReservation
 
@@ -41,6 +42,14 @@ def live_ports() -> Iterator[tuple[int, int]]:
     """The engines' admin ports: nobody else's, and closed until a stand-in listens."""
     with PortReservation() as one, PortReservation() as other:
         yield one.port, other.port
+
+
+@pytest.fixture
+def pod(tmp_path: Path) -> Iterator[SimPod]:
+    """A pod of sim engines, not started."""
+    with ExitStack() as stack:
+        ports = [stack.enter_context(PortReservation()).port for _ in range(3)]
+        yield SimPod(tmp_path / "run", ports)
 
 
 def _end(pod: Pod) -> None:

@@ -2,79 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import re
 import signal
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import httpx
 import pytest
 
-from tests.support.processes import MS, Process, gone, running, state_of, until, until_role
+from tests.process.pod.sim_pods import COUNT, PROMPT, SimPod, supervised
+from tests.support.processes import MS, gone, state_of, until, until_role
 from workers.engines.sim.tokens import expected_text
-from workers.ports import PortReservation
 
 pytestmark = pytest.mark.process
-
-PROMPT, COUNT = "hello there", 20
-
-
-class SimPod:
-    def __init__(self, run_dir: Path, ports: list[int]) -> None:
-        self.folder = run_dir / "pod-0"
-        self.serving, *self.admin = ports
-        self.settings = {
-            "HOTSPARE_RUN_DIR": str(run_dir),
-            "HOTSPARE_ENGINE": "sim",
-            "HOTSPARE_SERVING_PORT": str(self.serving),
-            "HOTSPARE_ADMIN_PORTS": ",".join(str(port) for port in self.admin),
-            "HOTSPARE_GMS_METRICS_PORT": "0",
-            "HOTSPARE_DRAIN_TIMEOUT_SECONDS": "1",
-            "HOTSPARE_SIM_TTFT_SECONDS": "0",
-            "HOTSPARE_SIM_TOKEN_SECONDS": "0.001",
-        }
-
-    def record(self) -> dict[str, Any]:
-        return dict(json.loads((self.folder / "pod.json").read_bytes()))
-
-    def active(self) -> dict[str, Any] | None:
-        states = [state for port in self.admin if (state := state_of(port))]
-        return next((state for state in states if state["role"] == "ACTIVE"), None)
-
-    def until_pair(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The active engine and the parked one."""
-
-        def look() -> tuple[dict[str, Any], dict[str, Any]] | None:
-            states = {state["role"]: state for port in self.admin if (state := state_of(port))}
-            return (states["ACTIVE"], states["STANDBY"]) if set(states) == {"ACTIVE", "STANDBY"} else None
-
-        return until(look, saying="one engine is active and the other is parked")
-
-    def complete(self) -> str:
-        body = {"prompt": PROMPT, "max_tokens": COUNT}
-        answer = httpx.post(f"http://127.0.0.1:{self.serving}/v1/completions", json=body, timeout=10, trust_env=False)
-        return str(answer.json()["choices"][0]["text"])
-
-
-@pytest.fixture
-def pod(tmp_path: Path) -> Iterator[SimPod]:
-    with contextlib.ExitStack() as stack:
-        ports = [stack.enter_context(PortReservation()).port for _ in range(3)]
-        yield SimPod(tmp_path / "run", ports)
-
-
-@contextlib.contextmanager
-def supervised(pod: SimPod, tmp_path: Path, **env: str) -> Iterator[Process]:
-    with running("pod", "workers", "pod", log_dir=tmp_path, env={**pod.settings, **env}) as process:
-        try:
-            yield process
-        except BaseException:
-            print(process.output())
-            raise
 
 
 def test_from_start_to_stop(pod: SimPod, tmp_path: Path) -> None:
