@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 import typer
 
 from app.cli.errors import CliError
 
+MIB = 1024 * 1024
 SECONDS = (
     ("cold_restart", "cold restart: SIGKILL → first request answered"),
     ("recovery", "with a shadow: SIGKILL → first request answered"),
@@ -27,17 +29,29 @@ PLAIN = (
     ("parked_private_mib", "private memory of a parked engine, MiB"),
 )
 
+MEMORY: tuple[tuple[str, Callable[[dict[str, Any]], str]], ...] = (
+    ("attach the weights, 400 tensors", lambda r: _seconds(r["attach_seconds"])),
+    ("bare mmap and 400 tensors", lambda r: _seconds(r["bare_map_seconds"])),
+    ("attach ÷ bare", lambda r: f"{r['attach_ratio']:.2f}"),
+    ("status", lambda r: _seconds(r["status_seconds"])),
+    ("echo of the same size through asyncio", lambda r: _seconds(r["echo_seconds"])),
+    ("status ÷ echo", lambda r: f"{r['status_ratio']:.2f}"),
+    ("map and unmap the KV pages", lambda r: _seconds(r["kv_map_large_seconds"])),
+    ("map and unmap a sixteenth as many", lambda r: _seconds(r["kv_map_small_seconds"])),
+    ("all ÷ a sixteenth", lambda r: f"{r['kv_map_ratio']:.2f}"),
+    ("SIGKILL → weights taken back, hashed", lambda r: _seconds(r["adopt_seconds"])),
+    ("  of that: the service's start", lambda r: _seconds(r["service_start_seconds"])),
+    ("checksum", lambda r: f"{r['checksum_gb_per_second']:.1f} GB/s"),
+    ("plain copy", lambda r: f"{r['copy_gb_per_second']:.1f} GB/s"),
+)
+
 
 def build() -> typer.Typer:
     """The ``bench`` group."""
     group = typer.Typer(help="Measure: ratios within one run on this machine.", no_args_is_help=True)
-    group.callback()(_group)  # with a single command Typer would drop the group's name
     group.command("recovery")(_recovery)
+    group.command("gms")(_gms)
     return group
-
-
-def _group() -> None:
-    pass
 
 
 def _recovery(
@@ -65,6 +79,34 @@ def _recovery(
         raise typer.Exit(1)
 
 
+def _gms(
+    weights_mib: Annotated[int, typer.Option(min=16, max=1 << 20, help="Size of the weights.")] = 1024,
+    kv_mib: Annotated[int, typer.Option(min=16, max=1 << 20, help="Size of the KV pages.")] = 4096,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
+) -> None:
+    """What the memory service costs: attaching, status, mapping KV pages, taking pages back, hashing.
+
+    Takes twice the weights' and once the KV pages' size of memory while it runs. Sizes are rounded up to 16 MiB.
+    """
+    from app.cli.bench.memory import measure
+    from app.cli.bench.system import BenchError
+
+    try:
+        report = measure(weights_bytes=_bytes(weights_mib), kv_bytes=_bytes(kv_mib), say=_say)
+    except BenchError as error:
+        raise CliError(f"bench gms: {error}") from error
+    if as_json:
+        import msgspec
+
+        print(msgspec.json.encode(report).decode())
+    else:
+        print("\n".join(["| | |", "| --- | ---: |", *(f"| {what} | {show(report)} |" for what, show in MEMORY)]))
+
+
+def _bytes(mib: int) -> int:
+    return -(-mib // 16) * 16 * MIB
+
+
 def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
@@ -82,4 +124,6 @@ def _table(report: dict[str, Any]) -> list[str]:
 
 
 def _seconds(value: float) -> str:
+    if abs(value) < 0.001:
+        return f"{value * 1e6:.0f} µs"
     return f"{value * 1000:.1f} ms" if abs(value) < 1 else f"{value:.2f} s"
