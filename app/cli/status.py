@@ -45,13 +45,24 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GmsStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """The memory service; bytes by kind of pool (``weights``, ``kv``, ...) and by the engines that hold leases."""
+    """The memory service; bytes by kind of pool (``weights``, ``kv``, ...) and by the engines that hold leases.
+
+    ``states`` are those of the pools by their full names. ``remarks`` are sentences about what is not as it should be
+    or is waited for: somebody waits for a lease or for memory, a pool's content is refused, the journal cannot be
+    written.
+    """
 
     pid: int | None
     answers: bool
+    device: str | None = None
     total_bytes: int | None = None
+    high_water_bytes: int | None = None
+    memory_limit: int | None = None
     bytes_by_pool: dict[str, int] = {}
     bytes_by_owner: dict[str, int] = {}
+    orphaned_bytes: int = 0
+    states: dict[str, str] = {}
+    remarks: list[str] = []
 
 
 class PodStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -196,15 +207,30 @@ async def _look_at_gms(pod: PodRecord, run_dir: Path) -> GmsStatus | None:
         return GmsStatus(pid=pod.gms.pid, answers=False)
     if status is None:
         return GmsStatus(pid=pod.gms.pid, answers=False)
+    return gms_status(pod.gms.pid, status)
+
+
+def gms_status(pid: int | None, status: Status) -> GmsStatus:
+    """The service's own report, with what people ask of it. Pure."""
     pools: dict[str, int] = {}
     for pool in status.pools:
         pools[pool_kind(pool.name)] = pools.get(pool_kind(pool.name), 0) + pool.bytes
+    remarks = [sentence for pool in status.pools for sentence in pool.waits] + status.memory_waits
+    remarks += [f"{pool.name} is given to nobody any more: {pool.corrupt}" for pool in status.pools if pool.corrupt]
+    if status.journal:
+        remarks.append(f"pages could not be taken back after a restart: {status.journal}")
     return GmsStatus(
-        pid=pod.gms.pid,
+        pid=pid,
         answers=True,
+        device=status.device,
         total_bytes=status.total_bytes,
+        high_water_bytes=status.high_water_bytes,
+        memory_limit=status.memory_limit,
         bytes_by_pool=pools,
         bytes_by_owner=status.bytes_by_owner,
+        orphaned_bytes=sum(pool.orphaned_bytes for pool in status.pools),
+        states={pool.name: pool.state for pool in status.pools},
+        remarks=remarks,
     )
 
 

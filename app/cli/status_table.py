@@ -30,6 +30,7 @@ def render(document: StatusDocument) -> Group:
             role = Text(engine.role, style=_ROLE_STYLES.get(engine.role, "yellow"))
             table.add_row("" if at else pod.pod, name, role, *engine_cells(engine))
     lines = [Text(gateway_line(document.gateway)), *(Text(pod_line(pod)) for pod in document.pods)]
+    lines += [Text(line, style="yellow") for pod in document.pods for line in gms_remarks(pod)]
     return Group(*lines, table)
 
 
@@ -74,8 +75,23 @@ def gms_part(gms: GmsStatus | None) -> str:
         return "no memory service"
     if not gms.answers:
         return "memory service does not answer"
-    pools = ", ".join(f"{kind} {size(count)}" for kind, count in sorted(gms.bytes_by_pool.items()) if count)
-    return f"memory service {size(gms.total_bytes)}" + (f" ({pools})" if pools else "")
+    parts = [f"{kind} {size(count)}" for kind, count in sorted(gms.bytes_by_pool.items()) if count]
+    if gms.orphaned_bytes:
+        parts.append(f"of them {size(gms.orphaned_bytes)} wait for their holder's death")
+    if gms.high_water_bytes and gms.high_water_bytes != gms.total_bytes:
+        parts.append(f"at most {size(gms.high_water_bytes)} so far")
+    limit = "" if gms.memory_limit is None else f" of {size(gms.memory_limit)}"
+    return f"memory service {size(gms.total_bytes)}{limit}" + (f" ({', '.join(parts)})" if parts else "")
+
+
+def gms_remarks(pod: PodStatus) -> list[str]:
+    """A line for each thing about its memory that somebody waits for, or should look at. Pure."""
+    gms = pod.gms
+    if gms is None:
+        return []
+    adopting = [name for name, state in gms.states.items() if state == "ADOPTING"]
+    lines = [f"{name} is being handed back after a restart of the memory service" for name in adopting]
+    return [f"  {pod.pod}: {line}" for line in (*lines, *gms.remarks)]
 
 
 def size(count: int | None) -> str:

@@ -16,10 +16,12 @@ from app.cli.status import (
     PodStatus,
     StatusDocument,
     answers,
+    gms_status,
     pool_kind,
     routed_as,
 )
-from app.cli.status_table import duration, gateway_line, pod_line, render, size
+from app.cli.status_table import duration, gateway_line, gms_part, gms_remarks, pod_line, render, size
+from gms import protocol
 from tests.unit.cli.test_news import active, parked
 from workers.contract import Role
 
@@ -113,6 +115,47 @@ def test_the_table_fits_into_80_columns_and_is_not_cut() -> None:
 )
 def test_a_pods_line(changes: dict[str, object], line: str) -> None:
     assert pod_line(pod(**changes)) == line
+
+
+def test_what_somebody_waits_for_in_memory_is_said_below_the_pods_line() -> None:
+    memory = protocol.Status(
+        device="cpu:0",
+        device_id="cpu:0",
+        pools=[
+            pool("weights/ab", "ADOPTING", 8),
+            pool("weights/cd", "READ", 8, corrupt="the content of tensor 'x' is not what was committed"),
+            pool("kv", "WRITING", 16, orphaned_bytes=4 * MIB, waits=["engine b waits for kv"]),
+        ],
+        total_bytes=32 * MIB,
+        high_water_bytes=40 * MIB,
+        memory_limit=64 * MIB,
+        bytes_by_owner={"engine a": 32 * MIB},
+        memory_waits=["engine c waits for 9 bytes"],
+        clients=2,
+        journal="No space left on device",
+    )
+    seen = gms_status(11, memory)
+    assert seen.bytes_by_pool == {"weights": 16 * MIB, "kv": 16 * MIB}
+    assert gms_part(seen) == (
+        "memory service 32.0 MiB of 64.0 MiB (kv 16.0 MiB, weights 16.0 MiB, "
+        "of them 4.0 MiB wait for their holder's death, at most 40.0 MiB so far)"
+    )
+    assert gms_remarks(pod(gms=seen)) == [
+        "  pod-0: weights/ab is being handed back after a restart of the memory service",
+        "  pod-0: engine b waits for kv",
+        "  pod-0: engine c waits for 9 bytes",
+        "  pod-0: weights/cd is given to nobody any more: the content of tensor 'x' is not what was committed",
+        "  pod-0: pages could not be taken back after a restart: No space left on device",
+    ]
+    assert gms_remarks(pod(gms=None)) == []
+
+
+def pool(name: str, state: str, mib: int, **more: object) -> protocol.PoolStatus:
+    values: dict[str, object] = {
+        "name": name, "state": state, "generation": 1, "epoch": 0, "bytes": mib * MIB, "high_water_bytes": mib * MIB,
+        "orphaned_bytes": 0, "waiting": 0, "waits": [], "leases": [], "allocations": [],
+    }  # fmt: skip
+    return protocol.PoolStatus(**{**values, **more})  # type: ignore[arg-type]
 
 
 def test_a_gateways_line() -> None:
