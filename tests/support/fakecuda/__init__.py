@@ -96,7 +96,7 @@ class FakeGpus:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=50,
             check=False,
         )
 
