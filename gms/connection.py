@@ -20,6 +20,8 @@ from gms.protocol import ErrorCode, FrameDecoder, GmsError
 
 REPLY_GRACE_SECONDS: Final = 30.0
 """Beyond the wait that a call itself asks for. A service that answers later than this is taken for stuck."""
+MOST_SECONDS: Final = 14 * 86400.0
+"""A longer timeout does not fit into a socket's."""
 RETRY_SECONDS: Final = 0.01
 RECEIVE_BYTES: Final = 65536
 
@@ -81,7 +83,7 @@ class Connection:
         got: list[int] = []
         with self._lock:
             self._usable()
-            deadline = time.monotonic() + wait_seconds + grace_seconds
+            deadline = time.monotonic() + min(wait_seconds + grace_seconds, MOST_SECONDS)
             try:
                 self._send(frame, fds, deadline)
                 reply = protocol.decode_reply(self._receive(got, deadline))
