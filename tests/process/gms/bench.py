@@ -1,0 +1,193 @@
+"""One service and its clients, on host memory or on a fake GPU; and, in `Device`, all that differs between the two."""
+
+from __future__ import annotations
+
+import json
+import signal
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from gms.client import GmsClient, GmsError, PoolStatus
+from tests.process.gms.processes import Process, until
+from tests.support.fakecuda import UUID, FakeGpus
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a test of both devices must know of one. Everything else is the same."""
+
+    name: str
+    id: str
+    unit: int
+    """Sizes are multiples of it."""
+    zeroed: bool
+    """Whether new pages are zero. On a GPU their content is undefined; the fake one poisons it."""
+    sealed: bool
+    """Whether nobody can write what is committed, so that a commit is refused while a writable mapping stands. Memory
+    of a GPU cannot be sealed."""
+    hashed: bool
+    """Whether the service hashes and compares by itself. On a GPU clients do it, and it compares what they say."""
+    driver: Path | None = None
+    """The folder with the fake driver."""
+
+
+def host() -> Device:
+    return Device("cpu:0", "cpu:0", 4096, zeroed=True, sealed=True, hashed=True)
+
+
+def cuda(driver: Path) -> Device:
+    return Device("cuda:0", UUID.format(0), 2 << 20, zeroed=False, sealed=False, hashed=False, driver=driver)
+
+
+class Agent:
+    """A client in a process of its own; `tests.process.gms.agent` has the calls."""
+
+    def __init__(self, process: Process) -> None:
+        self.process = process
+        self.pid = process.pid
+        self._unanswered = 0
+
+    def ask(self, call: str, **arguments: Any) -> None:
+        """Only says it; `answer` waits for what comes of it."""
+        self.process.tell(json.dumps([call, arguments]))
+        self._unanswered += 1
+
+    def answer(self) -> Any:
+        """Raises GmsError if that is what the call raised there."""
+        answer = json.loads(self.process.line())
+        self._unanswered -= 1
+        if isinstance(answer, dict):
+            raise GmsError(answer["code"], answer["message"], retryable=answer["retryable"])
+        return answer[0]
+
+    def do(self, call: str, **arguments: Any) -> Any:
+        self.ask(call, **arguments)
+        return self.answer()
+
+    def write_weights(self, pool: str, text: str, *, tag: str = "w", size_bytes: int = 1, manifest: str = "m") -> int:
+        """Attaches as a writer, writes and commits; returns the generation."""
+        self.do("attach", pool=pool, mode="rw")
+        self.do("allocate", pool=pool, tag=tag, size_bytes=size_bytes)
+        self.do("map", pool=pool, tag=tag, writable=True)
+        self.do("write", pool=pool, tag=tag, offset=0, text=text)
+        return int(self.do("commit", pool=pool, manifest=manifest)["generation"])
+
+    def read_weights(self, pool: str, length: int, *, tag: str = "w", offset: int = 0) -> str:
+        """With a lease: what the pages hold, which are mapped then."""
+        self.do("export", pool=pool, tag=tag)
+        self.do("map", pool=pool, tag=tag, writable=False)
+        return str(self.do("read", pool=pool, tag=tag, offset=offset, length=length))
+
+    def hold_kv(self, epoch: int, *, size_bytes: int = 1, timeout_seconds: float = 60.0) -> tuple[dict[str, Any], bool]:
+        """The lease, and whether its pages are new; they are mapped then."""
+        lease = self.do("attach", pool="kv", mode="rw", epoch=epoch, timeout_seconds=timeout_seconds)
+        pages = self.do("allocate", pool="kv", tag="pages", size_bytes=size_bytes)
+        self.do("map", pool="kv", tag="pages", writable=True)
+        return lease, pages["created"]
+
+    def kv(self, length: int) -> str:
+        return str(self.do("read", pool="kv", tag="pages", offset=0, length=length))
+
+    def write_kv(self, text: str) -> None:
+        self.do("write", pool="kv", tag="pages", offset=0, text=text)
+
+    def kill(self) -> None:
+        self.process.kill()
+
+    def end(self) -> None:
+        """In the ordinary way if it can hear; a GPU's process that then leaves something behind is told of."""
+        if self.process.process.poll() is None and not self._unanswered:
+            self.process.signal(signal.SIGCONT)
+            assert self.process.process.stdin is not None
+            self.process.process.stdin.close()
+            assert self.process.wait() == 0
+        self.process.close()
+
+
+class Bench:
+    """`settings` are the fake driver's in the service (see tests/support/fakecuda). Everything is gone after it."""
+
+    def __init__(self, device: Device, *flags: str, memory_bytes: int = 1 << 30, **settings: object) -> None:
+        self.device = device
+        self.agents: list[Agent] = []
+        self.gpus: FakeGpus | None = None
+        self._services: list[Process] = []
+        with ExitStack() as stack:
+            self.folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gms-")))
+            self.path = self.folder / "gms.sock"
+            if device.driver is not None:
+                self.gpus = stack.enter_context(FakeGpus(device.driver, devices=2, memory_bytes=memory_bytes))
+            stack.callback(self._close_processes)
+            self.service = self.start(*flags, **settings)
+            self._stack = stack.pop_all()
+
+    def start(self, *flags: str, **settings: object) -> Process:
+        """Another service on the same path, once the one before it is dead. It logs errors only: nobody reads it."""
+        arguments = ["-m", "gms", "--socket", str(self.path), "--device", self.device.name, *flags]
+        environment = {"HOTSPARE_GMS_LOG_LEVEL": "error"} | self._environment("service", no_context=1, **settings)
+        self.service = Process(arguments, environment, "stderr")
+        self._services.append(self.service)
+        self.connect("start").close()
+        return self.service
+
+    def agent(self, engine: str = "a", *, pids: Sequence[int] = (), connect: bool = True, **settings: object) -> Agent:
+        arguments = ["-m", "tests.process.gms.agent", str(self.path), self.device.name, engine]
+        agent = Agent(Process(arguments, self._environment("agent", **settings)))
+        self.agents.append(agent)
+        if connect:
+            agent.do("connect", pids=list(pids))
+        return agent
+
+    def connect(self, engine: str = "test") -> GmsClient:
+        """From this process, which maps nothing and must not load the fake driver."""
+        return GmsClient.connect(
+            self.path, engine=engine, instance="test", device=self.device.name, device_id=self.device.id
+        )
+
+    def pool(self, name: str) -> PoolStatus | None:
+        with self.connect("status") as client:
+            return next((pool for pool in client.status().pools if pool.name == name), None)
+
+    def until_pool(self, name: str, fits: Callable[[PoolStatus], object]) -> PoolStatus:
+        found: list[PoolStatus] = []
+
+        def look() -> bool:
+            pool = self.pool(name)
+            found[:] = [pool] if pool is not None else []
+            return pool is not None and bool(fits(pool))
+
+        until(look, f"{name} is as expected")
+        return found[0]
+
+    def end_agents(self) -> None:
+        while self.agents:
+            self.agents[-1].end()
+            self.agents.pop()
+
+    def close(self) -> None:
+        with self._stack:
+            self.end_agents()
+            if self.service.process.poll() is None:
+                self.service.signal(signal.SIGTERM)
+                assert self.service.wait() == 0, self.service.rest()
+            if self.gpus is not None:
+                assert not self.gpus.complaints("service")
+                assert not self.gpus.complaints("agent")
+
+    def _close_processes(self) -> None:
+        for process in [*(agent.process for agent in self.agents), *self._services]:
+            process.close()
+
+    def _environment(self, log: str, **settings: object) -> dict[str, str]:
+        return {} if self.gpus is None else self.gpus.environment(log, **settings)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()

@@ -1,0 +1,94 @@
+"""Processes of these tests: real ones, whose lines are read with a deadline, and which are always reaped."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+MS = 0.001
+DEADLINE = 10_000 * MS
+
+
+def until(condition: Callable[[], object], what: str) -> None:
+    """Waits for something that another process does and that nothing announces."""
+    deadline = time.monotonic() + DEADLINE
+    while not condition():
+        assert time.monotonic() < deadline, f"never happened: {what}"
+        select.select([], [], [], 2 * MS)
+
+
+class Process:
+    """A child whose lines are read with a deadline. Always reaped."""
+
+    def __init__(self, arguments: list[str], environment: dict[str, str] | None = None, stream: str = "stdout") -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE if stream == "stdout" else subprocess.DEVNULL,
+            stderr=subprocess.PIPE if stream == "stderr" else None,
+            env={**os.environ, **(environment or {})},
+        )
+        pipe = self.process.stdout if stream == "stdout" else self.process.stderr
+        assert pipe is not None
+        self._pipe = pipe
+        self._buffer = b""
+        self.pid = self.process.pid
+
+    def line(self) -> str:
+        while b"\n" not in self._buffer:
+            ready, _, _ = select.select([self._pipe], [], [], DEADLINE)
+            assert ready, "the process said nothing"
+            data = os.read(self._pipe.fileno(), 65536)
+            assert data, f"the process ended: {self._buffer!r}"
+            self._buffer += data
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        return line.decode()
+
+    def expect(self, text: str) -> str:
+        """Reads on to a line with the text."""
+        while text not in (line := self.line()):
+            pass
+        return line
+
+    def tell(self, text: str = "") -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(text.encode() + b"\n")
+        self.process.stdin.flush()
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.wait()
+
+    def wait(self) -> int:
+        return self.process.wait(DEADLINE)
+
+    def rest(self) -> str:
+        """What it still says until its end."""
+        data = self._buffer
+        while chunk := os.read(self._pipe.fileno(), 65536):
+            data += chunk
+        return data.decode()
+
+    def fds(self) -> list[str]:
+        """What its descriptors refer to; one that is closed while they are read is left out."""
+        found = []
+        for entry in os.scandir(f"/proc/{self.pid}/fd"):
+            with contextlib.suppress(FileNotFoundError):
+                found.append(os.readlink(entry.path))
+        return sorted(found)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
+            if pipe is not None:
+                pipe.close()
