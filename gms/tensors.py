@@ -120,14 +120,14 @@ def view(arena: Any, slot: Slot) -> Any:
     dtype = getattr(torch, slot.dtype, None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"this torch has no dtype {slot.dtype!r}: the weights were written by another version")
-    flat = _stored(arena, slot)
-    if flat.storage_offset() % dtype.itemsize:
+    flat, rest = _stored(arena, slot), slot.size_bytes % dtype.itemsize
+    start = flat.storage_offset()
+    if start % dtype.itemsize:
         raise ValueError(f"a tensor of {slot.dtype} at {slot.offset} is not aligned")
-    flat = flat[: slot.size_bytes - slot.size_bytes % dtype.itemsize].view(dtype)
-    end = slot.storage_offset + _reach(slot.shape, slot.stride)
-    if len(slot.shape) != len(slot.stride) or min(0, slot.storage_offset, *slot.shape, *slot.stride) or end > len(flat):
+    if _end(slot) * dtype.itemsize > slot.size_bytes:
         raise ValueError(f"a tensor of shape {slot.shape} and stride {slot.stride} is larger than its storage")
-    return torch.as_strided(flat, slot.shape, slot.stride, flat.storage_offset() + slot.storage_offset)
+    flat = (flat[:-rest] if rest else flat).view(dtype)
+    return flat.as_strided(slot.shape, slot.stride, start // dtype.itemsize + slot.storage_offset)
 
 
 def fill_empty(module: Any, device: Any) -> None:
@@ -226,7 +226,21 @@ def _one_accelerator(tensors: dict[str, Any]) -> None:
 
 def _reach(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
     """How many elements lie between a tensor's first and the end of its last."""
-    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=False)) if 0 not in shape else 0
+    if 0 in shape:
+        return 0
+    end = 1
+    for size, step in zip(shape, stride, strict=True):
+        end += (size - 1) * step
+    return end
+
+
+def _end(slot: Slot) -> int:
+    """Where a slot's tensor ends in its storage, in elements. Raises ValueError for numbers that make no tensor."""
+    if slot.storage_offset < 0 or len(slot.shape) != len(slot.stride) or any(n < 0 for n in slot.shape + slot.stride):
+        raise ValueError(
+            f"no tensor can have the shape {slot.shape} and stride {slot.stride} from {slot.storage_offset}"
+        )
+    return slot.storage_offset + _reach(slot.shape, slot.stride)
 
 
 def _shared(manifest: Manifest, arena: Any) -> set[int]:
@@ -235,8 +249,8 @@ def _shared(manifest: Manifest, arena: Any) -> set[int]:
 
 
 def _stored(arena: Any, slot: Slot) -> Any:
-    if slot.offset < 0 or slot.size_bytes < 0 or slot.offset + slot.size_bytes > len(arena):
-        raise ValueError(f"{slot.size_bytes} bytes at {slot.offset} lie outside of an allocation of {len(arena)}")
+    if slot.offset < 0 or slot.size_bytes < 0 or slot.offset + slot.size_bytes > arena.numel():
+        raise ValueError(f"{slot.size_bytes} bytes at {slot.offset} lie outside of an allocation of {arena.numel()}")
     return arena[slot.offset : slot.offset + slot.size_bytes]
 
 
