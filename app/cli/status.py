@@ -41,6 +41,8 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     rss_bytes: int | None = None
     weights_role: str | None = None
     kv_mapped: bool | None = None
+    memory_service: str | None = None
+    """How it stands with the memory service: ``connected``, or in words since when not, or what is its own now."""
     failure: str | None = None
 
 
@@ -192,6 +194,7 @@ async def _engine_status(pod: PodRecord, name: str, answer: EngineAnswer) -> Eng
         rss_bytes=answer.rss_bytes,
         weights_role=answer.memory.weights_role if answer.memory else None,
         kv_mapped=answer.memory.kv_mapped if answer.memory else None,
+        memory_service=answer.memory_service.summary if answer.memory_service else None,
         failure=answer.failure,
     )
 

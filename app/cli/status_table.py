@@ -91,6 +91,11 @@ def gms_remarks(pod: PodStatus) -> list[str]:
         return []
     adopting = [name for name, state in gms.states.items() if state == "ADOPTING"]
     lines = [f"{name} is being handed back after a restart of the memory service" for name in adopting]
+    lines += [
+        f"engine {name} and the memory service: {engine.memory_service}"
+        for name, engine in pod.engines.items()
+        if engine.memory_service not in (None, "connected")
+    ]
     return [f"  {pod.pod}: {line}" for line in (*lines, *gms.remarks)]
 
 

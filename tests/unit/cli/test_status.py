@@ -150,6 +150,22 @@ def test_what_somebody_waits_for_in_memory_is_said_below_the_pods_line() -> None
     assert gms_remarks(pod(gms=None)) == []
 
 
+def test_how_engines_stand_with_the_memory_service_is_told_if_it_is_not_as_it_should_be() -> None:
+    def engine(memory_service: str | None) -> EngineStatus:
+        return EngineStatus(role="ACTIVE", admin_port=1, restarts=0, memory_service=memory_service)
+
+    engines = {
+        "a": engine("connected"),
+        "b": engine(None),
+        "c": engine("gone for 2.5 s"),
+        "d": engine("private copy of kv: the journal does not know it."),
+    }
+    assert gms_remarks(pod(engines=engines)) == [
+        "  pod-0: engine c and the memory service: gone for 2.5 s",
+        "  pod-0: engine d and the memory service: private copy of kv: the journal does not know it.",
+    ]
+
+
 def pool(name: str, state: str, mib: int, **more: object) -> protocol.PoolStatus:
     values: dict[str, object] = {
         "name": name, "state": state, "generation": 1, "epoch": 0, "bytes": mib * MIB, "high_water_bytes": mib * MIB,
