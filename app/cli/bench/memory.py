@@ -50,7 +50,7 @@ def measure(*, weights_bytes: int, kv_bytes: int, say: Callable[[str], None]) ->
         BenchError: the service did not start, or there is no room for what is measured.
     """
     try:
-        import torch  # noqa: F401  # before anything is timed
+        import gms.tensors  # noqa: F401  # before anything is timed
     except ImportError as error:
         raise BenchError("tensors are part of what is measured, and torch is missing; run `make setup`") from error
     with tempfile.TemporaryDirectory(prefix="hotspare-bench-") as folder, _Service(Path(folder)) as service:
