@@ -9,6 +9,7 @@ talk to the service over a socket) and belong in a thread when made from an even
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -19,6 +20,7 @@ from gms.client import Allocation, GmsClient, GmsError, Lease, LeaseMode
 from gms.custody import Custody
 from gms.holding import CustodyState
 from gms.mapping import DeviceMemory, Reservation, device_memory
+from gms.protocol import ErrorCode
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +28,7 @@ KV_POOL = "kv"
 KV_TAG = "kv"
 DIAL_SECONDS: Final = 2.0
 """How long one try of a custody may take; it tries again."""
+RETRY_SECONDS: Final = 0.05
 
 
 class MemoryService(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,11 +126,27 @@ class KvMemory:
     def map(self, *, epoch: int) -> None:
         """Lease the pool for ``epoch`` and map its pages read-write. On any error nothing stays mapped or leased.
 
+        A service that dies meanwhile is started again, so it is asked again as long as one would be waited for.
+
         Raises:
             gms.client.GmsError: refused (an older epoch), no memory, or the service is gone.
         """
         if self._custody is not None:
             raise RuntimeError("the KV pages are mapped already")
+        deadline = time.monotonic() + self._service.connect_seconds
+        told = False
+        while self._custody is None:
+            try:
+                self._custody = self._map(epoch)
+            except GmsError as error:
+                if error.code != ErrorCode.SERVICE_GONE or time.monotonic() + RETRY_SECONDS > deadline:
+                    raise
+                if not told:
+                    logger.warning("kv: asking again until a memory service answers: %s", error)
+                told = True
+                time.sleep(RETRY_SECONDS)
+
+    def _map(self, epoch: int) -> Custody:
         client = self._service.connect()
         lease: Lease | None = None
         pages: Allocation | None = None
@@ -144,7 +163,7 @@ class KvMemory:
             raise
         if lease.fresh:
             logger.info("kv: new pages for epoch %d: the service had none to hand on", epoch)
-        self._custody = self._service.keep(client, lease, [pages])
+        return self._service.keep(client, lease, [pages])
 
     def unmap(self) -> None:
         """Take the pages away and give the lease back quiesced: the caller vouches that nothing writes any more."""
@@ -167,6 +186,7 @@ def _give_back(client: GmsClient, lease: Lease | None) -> None:
         if lease is not None:
             lease.release(quiesced=True)
     except GmsError as error:
-        logger.warning("kv: the lease could not be released: %s", error)
+        if error.code != ErrorCode.SERVICE_GONE:
+            logger.warning("kv: the lease could not be released: %s", error)
     finally:
         client.close()

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
-from gms.client import GmsError
+from gms.client import GmsClient, GmsError, Lease
+from gms.holding import Phase
 from gms.mapping import Backing, Reservation
 from tests.support.processes import Process, running, until
 from workers.memory import KvMemory, MemoryService
@@ -79,3 +84,47 @@ def test_unmapping_after_the_service_died_is_no_error(service: MemoryService, gm
     with pytest.raises(GmsError, match=r"gms\.sock"):
         kv.map(epoch=2)
     kv.close()
+
+
+def test_a_service_that_dies_while_it_is_asked_is_asked_again(
+    service: MemoryService, gms: Process, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connection stands, and the lease is asked for, when it dies; the next one is there a moment later."""
+    attach, died = GmsClient.attach, 0
+
+    with ExitStack() as stack:
+
+        def dying(client: GmsClient, *arguments: Any, **more: Any) -> Lease:
+            nonlocal died
+            if not died:
+                died += 1
+                gms.end()
+                stack.enter_context(running("gms-2", "gms", "--socket", service.socket, log_dir=tmp_path))
+            return attach(client, *arguments, **more)
+
+        monkeypatch.setattr(GmsClient, "attach", dying)
+        kv = KvMemory(msgspec.structs.replace(service, connect_seconds=10), size_bytes=SIZE)
+        kv.map(epoch=1)
+        assert died
+        (state,) = kv.custody()
+        assert (state.pool, state.phase, state.restored) == ("kv", Phase.HELD, 0)
+        kv.close()
+        assert kv.custody() == ()
+
+
+def test_a_parked_engine_has_handed_its_pages_on_though_the_service_was_away(
+    service: MemoryService, gms: Process, tmp_path: Path
+) -> None:
+    first = KvMemory(msgspec.structs.replace(service, hand_on_seconds=10), size_bytes=SIZE)
+    first.map(epoch=1)
+    first.range.buffer()[0:4] = b"kept"
+    gms.end()
+    until(lambda: first.custody()[0].phase is Phase.ADRIFT, saying="it has noticed")
+    parking = threading.Thread(target=first.close)
+    parking.start()
+    with running("gms-2", "gms", "--socket", service.socket, log_dir=tmp_path):
+        parking.join(10)
+        second = KvMemory(msgspec.structs.replace(service, connect_seconds=10), size_bytes=SIZE)
+        second.map(epoch=2)
+        assert bytes(second.range.buffer()[0:4]) == b"kept"
+        second.close()
