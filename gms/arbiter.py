@@ -5,10 +5,9 @@ The rules of each kind of pool stand in `pools`; here is what holds for all of t
 
 from __future__ import annotations
 
-import itertools
 from typing import Final
 
-from gms.leases import Action, Held, Pool, Refuse, Request
+from gms.leases import Action, Generations, Held, Pool, Refuse, Request
 from gms.pools import EpochPool, StagedPool
 from gms.protocol import ErrorCode
 
@@ -20,11 +19,16 @@ class Arbiter:
 
     def __init__(self, *, after: int = 0) -> None:
         self._pools: dict[str, Pool] = {}
-        self._generations = itertools.count(after + 1)  # of all pools: a number never means two things
+        self._generations = Generations(after)
 
     @property
     def pools(self) -> dict[str, Pool]:
         return self._pools
+
+    @property
+    def last_generation(self) -> int:
+        """The highest that was ever given out."""
+        return self._generations.last
 
     def restore(self, pool: str, *, adopting: int, fence: int, lease_epoch: int) -> None:
         """What a journal says of a pool. `adopting` is the generation that is to be handed back, 0 if none is."""
@@ -36,15 +40,18 @@ class Arbiter:
 
     def attach(self, request: Request) -> list[Action]:
         pool = self._pools.get(request.pool)
+        evicted: list[Action] = []
         if pool is None:
             if len(self._pools) >= MAX_POOLS:
+                evicted = self.evict()
+            if len(self._pools) >= MAX_POOLS:
                 message = (
-                    f"{MAX_POOLS} pools stand already, {request.pool} is one too many; restart the service to clear it."
+                    f"{MAX_POOLS} pools are in use, {request.pool} is one too many; end an engine of another model."
                 )
-                return [Refuse(request, ErrorCode.TOO_MANY, message)]
+                return [*evicted, Refuse(request, ErrorCode.TOO_MANY, message, retryable=True)]
             kind = StagedPool if staged(request.pool) else EpochPool
             pool = self._pools[request.pool] = kind(request.pool, self._generations)
-        return self._tidy(request.pool, pool.request(request))
+        return evicted + self._tidy(request.pool, pool.request(request))
 
     def release(self, client: int, pool: str, proof: bool) -> list[Action]:
         """The client has no lease on the pool any more, nor a place in its queue; with `proof`, no mapping either. May
@@ -94,6 +101,10 @@ class Arbiter:
     def adopting(self) -> list[str]:
         return [name for name, pool in self._pools.items() if pool.adopting]
 
+    def standing(self, pool: str) -> int:
+        """See `gms.leases.Pool.standing`; 0 for a pool that there is not."""
+        return self._pools[pool].standing if pool in self._pools else 0
+
     def lease(self, client: int, pool: str) -> Held | None:
         held = self._pools[pool].held() if pool in self._pools else ()
         return next((lease for lease in held if lease.client == client), None)
@@ -101,9 +112,10 @@ class Arbiter:
     def fenced(self, client: int, pool: str) -> bool:
         return pool in self._pools and self._pools[pool].fenced(client)
 
-    def suspected(self, client: int) -> bool:
-        """Whether something waits for the proof that this client is gone."""
-        return any(client in pool.suspects() for pool in self._pools.values())
+    def suspected(self, client: int, pool: str | None = None) -> bool:
+        """Whether something, or something in this pool, waits for the proof that this client is gone."""
+        pools = self._pools.values() if pool is None else filter(None, [self._pools.get(pool)])
+        return any(client in found.suspects() for found in pools)
 
     def _tidy(self, name: str, actions: list[Action]) -> list[Action]:
         """Forgets a weights pool that holds nothing: names are made of hashes and would pile up."""

@@ -73,25 +73,31 @@ class Journal:
         self._serial = 0
         self._saved: dict[str, PoolRecord] = {}
         self._lingering: set[Path] = set()
+        self.highest_generation = 0
+        """The highest that a record or a living client's lease names: a higher one means nothing to anybody."""
         self.damage: dict[str, str] = {}
         """File name → what is wrong with it, of records that could not be read when the service started."""
 
     def load(self) -> list[PoolRecord]:
         """The records of sound files. What is damaged is told in `damage`; saving the record again mends its copies."""
+        self._lingering = set(self._folder.glob("*.lease"))
+        self._sweep()
+        self.highest_generation = max((_generation(path) for path in self._lingering), default=0)
         found: dict[str, _Sealed] = {}
         copies: Counter[tuple[str, int]] = Counter()
         for path in sorted(self._folder.glob("*.[ab]")):
             try:
-                sealed = _unseal(path.read_bytes())
+                sealed = _unseal(path.read_bytes(), path.stem)
             except (OSError, ValueError) as error:
                 self.damage[path.name] = str(error)
                 continue
             self._serial = max(self._serial, sealed.serial)
+            self.highest_generation = max(self.highest_generation, sealed.record.highest_generation)
             copies[path.stem, sealed.serial] += 1
             if path.stem not in found or found[path.stem].serial < sealed.serial:
                 found[path.stem] = sealed
         for path in self._folder.glob("*.new"):
-            path.unlink(missing_ok=True)
+            _remove(path)
         self._saved = {
             sealed.record.pool: sealed.record
             for stem, sealed in found.items()
@@ -100,9 +106,11 @@ class Journal:
         return [sealed.record for sealed in found.values()]
 
     def save(self, record: PoolRecord) -> None:
-        """Writes a pool's record if it differs from the last one. Raises OSError; the last one stands then."""
+        """Writes a pool's record if it differs from the last one. Raises OSError: the last one stands then, or this one
+        if its first copy could still be written."""
         if self._saved.get(record.pool) == record:
             return
+        self._saved.pop(record.pool, None)
         self._serial += 1
         raw = _seal(_Sealed(self._serial, record))
         stem = self._folder / _stem(record.pool)
@@ -114,12 +122,12 @@ class Journal:
                     file.write(raw)
                 new.replace(stem.with_suffix(f".{copy}"))
             except OSError:
-                new.unlink(missing_ok=True)
+                _remove(new)
                 raise
         self._saved[record.pool] = record
 
     def forget(self, pool: str) -> None:
-        """There is nothing left of the pool that could be handed back."""
+        """There is nothing left of the pool that could be handed back. Raises OSError."""
         self._saved.pop(pool, None)
         for copy in _COPIES:
             with suppress(FileNotFoundError):
@@ -130,32 +138,51 @@ class Journal:
         self._sweep()
         path = self._folder / f"{_stem(pool)}.{generation}.{secrets.token_hex(8)}.lease"
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(descriptor)
+            _remove(path)
+            raise
         return descriptor, path
 
     def close_lease(self, path: Path) -> None:
         """The service counts on this holder no more. The file stays while the client keeps it locked: it could still
         hand pages back to the next service."""
-        if not _remove_if_free(path):
+        if _locked(path):
             self._lingering.add(path)
+        else:
+            _remove(path)
 
     def alive(self, pool: str, generation: int) -> bool:
         """Whether a client lives that held this generation. Removes the files of those that do not."""
-        held = [path for path in self._folder.glob(f"{_stem(pool)}.{generation}.*.lease") if not _remove_if_free(path)]
-        return bool(held)
+        return self._any_locked(f"{_stem(pool)}.{generation}.*.lease")
 
     def close(self) -> None:
-        """Removes what is of no use to a next service, the folder included if nothing is."""
-        for record in list(self._saved.values()):
-            if not self.alive(record.pool, record.generation):
-                self.forget(record.pool)
-        for path in self._folder.glob("*.lease"):
-            _remove_if_free(path)
+        """Removes what is of no use to a next service, the folder included if nothing is. A pool's record is of use as
+        long as a client lives that held any of its generations: it may have to be told that it was fenced."""
+        for path in self._folder.glob("*.[ab]"):
+            if not self._any_locked(f"{path.stem}.*.lease"):
+                _remove(path)
+        self._any_locked("*.lease")
         with suppress(OSError):  # not empty
             self._folder.rmdir()
 
+    def _any_locked(self, pattern: str) -> bool:
+        """Whether one of these lease files is locked. Removes those that are not."""
+        locked = 0
+        for path in self._folder.glob(pattern):
+            if _locked(path):
+                locked += 1
+            else:
+                _remove(path)
+        return locked > 0
+
     def _sweep(self) -> None:
-        self._lingering = {path for path in self._lingering if not _remove_if_free(path)}
+        free = {path for path in self._lingering if not _locked(path)}
+        for path in free:
+            _remove(path)
+        self._lingering -= free
 
 
 def _stem(pool: str) -> str:
@@ -167,8 +194,8 @@ def _seal(sealed: _Sealed) -> bytes:
     return hashlib.blake2b(body, digest_size=_DIGEST_BYTES).digest() + body
 
 
-def _unseal(raw: bytes) -> _Sealed:
-    """Raises ValueError, which says what is wrong."""
+def _unseal(raw: bytes, stem: str) -> _Sealed:
+    """The content of the file called `stem`. Raises ValueError, which says what is wrong."""
     body = raw[_DIGEST_BYTES:]
     if raw[:_DIGEST_BYTES] != hashlib.blake2b(body, digest_size=_DIGEST_BYTES).digest():
         raise ValueError("its checksum does not match: it was truncated or changed")
@@ -178,21 +205,37 @@ def _unseal(raw: bytes) -> _Sealed:
         raise ValueError(f"another release wrote it: {error}") from error
     if sealed.record.format != FORMAT:
         raise ValueError(f"it has format {sealed.record.format}, this release reads {FORMAT}")
+    if _stem(sealed.record.pool) != stem:
+        raise ValueError(f"it is the record of {sealed.record.pool}, under another pool's name")
     return sealed
 
 
-def _remove_if_free(path: Path) -> bool:
-    """Removes a lease file that nobody has locked; True if it is gone."""
+def _generation(lease: Path) -> int:
+    """The generation that a lease file is of; 0 if it is none of ours."""
+    number = lease.name.split(".")[1]
+    return int(number) if number.isdecimal() else 0
+
+
+def _locked(path: Path) -> bool:
+    """Whether somebody has a lease file locked. One that cannot be looked at counts: who gives a living client up would
+    make a second copy."""
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
+        return False
+    except OSError:
         return True
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    else:
-        path.unlink(missing_ok=True)
+    except OSError:
         return True
     finally:
         os.close(descriptor)
+    return False
+
+
+def _remove(path: Path) -> None:
+    """If it is there and can be removed: a file too many does no harm, and a folder that cannot be written is told when
+    a record is due."""
+    with suppress(OSError):
+        path.unlink()

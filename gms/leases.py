@@ -29,6 +29,20 @@ class Cause(StrEnum):
     WRITER = "another client is still writing it"
 
 
+class Generations:
+    """The numbers of generations, of all pools together: one never means two things. `last` is the newest given out."""
+
+    def __init__(self, last: int = 0) -> None:
+        self.last = last
+
+    def __iter__(self) -> Iterator[int]:
+        return self
+
+    def __next__(self) -> int:
+        self.last += 1
+        return self.last
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """A wish for a lease. `key` names this request in the answer, `label` its client in sentences for people."""

@@ -19,8 +19,7 @@ P = TypeVar("P")
 
 
 class Ledger(Generic[P]):
-    """`problem` is why pages could not be taken back as things stand; empty if they could. Without a journal nothing is
-    written and leases have no descriptor."""
+    """Without a journal nothing is written and leases have no descriptor."""
 
     def __init__(
         self,
@@ -31,37 +30,41 @@ class Ledger(Generic[P]):
         events: EventLog,
         device_id: str,
     ) -> None:
-        self.problem = "" if journal is not None else "this service keeps no journal"
         self._journal = journal
         self._arbiter = arbiter
         self._table = table
         self._events = events
         self._device_id = device_id
         self._leases: dict[tuple[int, str], Path] = {}
+        self._unwritten: dict[str, str] = {}  # pool -> why its record is not as it should be
+        self._unlocked: dict[tuple[int, str], str] = {}  # (client, pool) -> why that lease has no descriptor
+
+    @property
+    def problem(self) -> str:
+        """Why pages could not be taken back as things stand; empty if they could."""
+        if self._journal is None:
+            return "this service keeps no journal"
+        return next(iter([*self._unwritten.values(), *self._unlocked.values()]), "")
 
     def record(self, name: str) -> None:
-        """Writes a pool down as it is now, if that is new."""
+        """Writes a pool down as it is now, if that is new, and what could not be written before."""
         if self._journal is None:
             return
-        pool = self._arbiter.pools.get(name)
-        try:
-            if pool is None or (staged(name) and not pool.standing):
-                self._journal.forget(name)
-            else:
-                self._journal.save(self._describe(name, pool))
-        except OSError as error:
-            self._failed(error)
-        else:
-            self.problem = ""
+        before = self.problem
+        if self._written(self._journal, name):
+            all(self._written(self._journal, other) for other in list(self._unwritten))
+        self._tell(before)
 
     def open_lease(self, client: int, pool: str, generation: int) -> list[int]:
         """The locked descriptor for a new lease; the caller sends and closes it. Empty if there can be none."""
         if self._journal is None:
             return []
+        before = self.problem
         try:
             descriptor, path = self._journal.open_lease(pool, generation)
         except OSError as error:
-            self._failed(error)
+            self._unlocked[client, pool] = str(error)
+            self._tell(before)
             return []
         self.close_lease(client, pool)
         self._leases[client, pool] = path
@@ -69,26 +72,46 @@ class Ledger(Generic[P]):
 
     def close_lease(self, client: int, pool: str) -> None:
         """The client has nothing any more that it could hand back. Harmless if it never had."""
+        self._unlocked.pop((client, pool), None)
         path = self._leases.pop((client, pool), None)
         if path is not None and self._journal is not None:
             self._journal.close_lease(path)
+
+    def close_leases(self, client: int) -> None:
+        """The client is gone for good."""
+        for key in [key for key in (*self._leases, *self._unlocked) if key[0] == client]:
+            self.close_lease(*key)
 
     def close(self) -> None:
         if self._journal is not None:
             self._journal.close()
 
-    def _failed(self, error: OSError) -> None:
-        if not self.problem:
-            detail = f"The journal cannot be written ({error}): pages could not be taken back after a restart."
+    def _written(self, journal: Journal, name: str) -> bool:
+        pool = self._arbiter.pools.get(name)
+        try:
+            if pool is None or (staged(name) and not pool.standing):
+                journal.forget(name)
+            else:
+                journal.save(self._describe(name, pool))
+        except OSError as error:
+            self._unwritten[name] = str(error)
+            return False
+        self._unwritten.pop(name, None)
+        return True
+
+    def _tell(self, before: str) -> None:
+        if self.problem and not before:
+            detail = f"The journal cannot be written ({self.problem}): pages could not be taken back after a restart."
             self._events.emit("journal", detail, level=logging.ERROR)
-        self.problem = str(error)
+        elif before and not self.problem:
+            self._events.emit("journal", "The journal can be written again.")
 
     def _describe(self, name: str, pool: Pool) -> PoolRecord:
         return PoolRecord(
             device_id=self._device_id,
             pool=name,
             generation=pool.standing,
-            highest_generation=max((p.current for p in self._arbiter.pools.values()), default=0),
+            highest_generation=self._arbiter.last_generation,
             fence=pool.epoch,
             lease_epoch=pool.lease_epoch,
             manifest=self._table.manifest(name, pool.standing),
@@ -102,6 +125,6 @@ class Ledger(Generic[P]):
                     digests=entry.digests,
                 )
                 for entry in self._table.entries(name, pool.standing)
-                if len(entry.identities) == len(entry.pages)  # else it is still being filled
+                if len(entry.identities) == entry.chunks  # else it is still being filled
             ],
         )
