@@ -24,7 +24,8 @@ P = TypeVar("P")
 class Entry(Generic[P]):
     """One allocation, in chunks. `owner` is who asked for it ("engine a"), `client` its number, 0 for one of an earlier
     service. `pages` has None where a chunk is not filled yet, or not handed back; `digests` are those of its pieces,
-    in the order of `gms.integrity.pieces`, once it is committed."""
+    in the order of `gms.integrity.pieces`, once it is committed. A table makes the list when it takes the entry: until
+    then nothing is as long as a client likes."""
 
     pool: str
     generation: int
@@ -35,14 +36,16 @@ class Entry(Generic[P]):
     client: int = 0
     identities: list[Identity] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)
-    pages: list[P | None] = field(init=False)
+    pages: list[P | None] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        self.pages = [None] * -(-self.size_bytes // self.chunk_bytes)
+    @property
+    def chunks(self) -> int:
+        """How many it is made of."""
+        return -(-self.size_bytes // self.chunk_bytes)
 
     @property
     def filled(self) -> bool:
-        return None not in self.pages
+        return len(self.pages) == self.chunks and None not in self.pages
 
     def chunk_size(self, index: int) -> int:
         """Bytes of chunk number `index`."""
@@ -63,7 +66,8 @@ class AllocationTable(Generic[P]):
         self.high_water_bytes = 0
 
     def reserve(self, entry: Entry[P]) -> None:
-        """Makes room for an allocation. Raises GmsError: out_of_memory, too_many, exists, size_mismatch."""
+        """Makes room for an allocation. Raises GmsError: out_of_memory (retryable unless it can never fit), too_many,
+        exists, size_mismatch."""
         if (existing := self.get(entry.pool, entry.generation, entry.tag)) is not None:
             if existing.size_bytes == entry.size_bytes:
                 raise GmsError(
@@ -75,20 +79,22 @@ class AllocationTable(Generic[P]):
                 f"{entry.tag!r} exists in {entry.pool} with {existing.size_bytes} bytes, {entry.size_bytes} were asked "
                 "for; use another tag, or engines of one configuration.",
             )
-        if self._chunks + len(entry.pages) > MAX_CHUNKS:
+        if self._chunks + entry.chunks > MAX_CHUNKS:
             raise GmsError(
                 ErrorCode.TOO_MANY,
-                f"{self._chunks} chunks of memory stand already, {len(entry.pages)} more are too many (the most is "
-                f"{MAX_CHUNKS}); allocate fewer and larger ones, or raise --chunk-bytes.",
+                f"{self._chunks} chunks of memory stand already, {entry.chunks} more are too many (the most is "
+                f"{MAX_CHUNKS}); allocate fewer and larger ones, or raise --chunk-size.",
             )
         if self.limit_bytes is not None and self.total_bytes + entry.size_bytes > self.limit_bytes:
-            raise GmsError(ErrorCode.OUT_OF_MEMORY, self._full(entry), retryable=True)
+            possible = entry.size_bytes <= self.limit_bytes
+            raise GmsError(ErrorCode.OUT_OF_MEMORY, self._full(entry), retryable=possible)
         self.restore(entry)
 
     def restore(self, entry: Entry[P]) -> None:
         """Counts an allocation that stands already, whatever the limit."""
+        entry.pages = [None] * entry.chunks
         self._entries.setdefault((entry.pool, entry.generation), {})[entry.tag] = entry
-        self._chunks += len(entry.pages)
+        self._chunks += entry.chunks
         self.total_bytes += entry.size_bytes
         self.high_water_bytes = max(self.high_water_bytes, self.total_bytes)
         self._by_pool[entry.pool] += entry.size_bytes
@@ -165,7 +171,7 @@ class AllocationTable(Generic[P]):
             yield from entries.values()
 
     def _forget(self, entry: Entry[P]) -> None:
-        self._chunks -= len(entry.pages)
+        self._chunks -= entry.chunks
         self.total_bytes -= entry.size_bytes
         self._by_pool[entry.pool] -= entry.size_bytes
         if not self._by_pool[entry.pool] and entry.pool.startswith("weights/"):

@@ -125,7 +125,7 @@ class StagedPool:
 
     def condemn(self, reason: str) -> list[Action]:
         """What is committed is wrong: its readers may keep it, nobody else gets it, and the next writer replaces it."""
-        wrong, self._committed, self._adopting = self.current, 0, 0
+        wrong, self._committed, self._adopting = self.standing, 0, 0
         self._corrupt = reason
         unread = wrong and wrong not in self._readers.values()
         return ([Drop(self.name, wrong)] if unread else []) + self._grant()

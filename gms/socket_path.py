@@ -54,8 +54,7 @@ class SocketPath:
         """A listening socket, the caller's, in the place of one that a dead service left: the lock says it is dead."""
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         try:
-            with suppress(FileNotFoundError):
-                os.unlink(self.path)
+            self._make_room()
             os.fchmod(listener.fileno(), 0o600)  # bind takes the mode over: there is no moment with a wider one
             listener.bind(self.path)
             self._bound = True
@@ -71,6 +70,12 @@ class SocketPath:
             with suppress(FileNotFoundError):
                 os.unlink(self.path)
         self._unlock()
+
+    def _make_room(self) -> None:
+        with suppress(FileNotFoundError):
+            if not stat.S_ISSOCK(os.lstat(self.path).st_mode):
+                raise FileExistsError(errno.EEXIST, "something that is no socket is there")
+            os.unlink(self.path)
 
     def _impossible(self, error: OSError) -> StartError:
         return StartError(f"The socket {self.path} cannot be made: {error.strerror or error}.")
