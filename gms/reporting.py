@@ -17,14 +17,15 @@ P = TypeVar("P")
 @dataclass(frozen=True, slots=True)
 class Client:
     """Who is behind a connection, as it introduced itself. `pid` as seen from here, None if in another namespace;
-    `process` is equal for connections of one process, None where the kernel cannot tell."""
+    `processes` are those whose end it stands for, its own and its ranks', each the same for all connections; empty
+    where the kernel cannot tell."""
 
     id: int
     kind: str
     engine: str
     instance: str
     pid: int | None
-    process: tuple[str, int] | None = None
+    processes: frozenset[tuple[str, int]] = frozenset()
 
     @property
     def label(self) -> str:
@@ -60,7 +61,8 @@ def pools(
 
 def wait(pool: Pool, request: Request, clients: Mapping[int, Client], *, now: float) -> str:
     """Who waits, for what, whose doing it is, and for how long at most."""
-    doing = [*pool.suspects(), *(held.client for held in pool.held() if held.mode is LeaseMode.RW)]
+    suspects = () if staged(request.pool) else pool.suspects()
+    doing = [*suspects, *(held.client for held in pool.held() if held.mode is LeaseMode.RW)]
     whom = ", ".join(dict.fromkeys(clients[client].label for client in doing if client in clients))
     epoch = "" if staged(request.pool) else f", epoch {request.epoch},"
     return (

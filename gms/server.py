@@ -124,6 +124,7 @@ class Server:
 
     async def _greet(self, channel: Channel, connection: socket.socket, task: asyncio.Task[None]) -> Session:
         _check_peer(connection)
+        self._sweep()
         if len(self._tasks) + sum(not s.connected for s in self._sessions.values()) > MAX_CLIENTS:
             raise GmsError(
                 ErrorCode.TOO_MANY,
@@ -139,8 +140,8 @@ class Server:
             pids = [_pid_of(fd) for fd in fds]
             _prefer_peer_pidfd(connection, fds)
             pid = pids[0] if pids[0] > 0 else None
-            process = _process_of(fds[0], pid)
-            client = Client(next(self._ids), hello.client, hello.engine, hello.instance, pid, process)
+            processes = _processes_of(fds, pids)
+            client = Client(next(self._ids), hello.client, hello.engine, hello.instance, pid, processes)
             session = Session(client, task, set(fds))
             fds.clear()
         finally:
@@ -228,7 +229,7 @@ class Server:
             case protocol.Adopt():
                 reply, outgoing = await self._service.adopt(client, request, received)
             case protocol.Verify():
-                reply = await self._service.verify(request)
+                reply = await self._service.verify(client, request)
             case protocol.GetStatus():
                 reply = protocol.StatusReply(status=self._service.status())
             case protocol.GetEvents():
@@ -254,6 +255,11 @@ class Server:
         log.debug("%s %s", session.client.label, "is disconnected, its end is awaited" if wanted else "is gone")
         if not wanted:
             self._forget(session)
+
+    def _sweep(self) -> None:
+        """Nothing waits for the end of a process any more that has come back on another connection."""
+        for session in [session for session in self._sessions.values() if not session.connected]:
+            self._left(session)
 
     def _forget(self, session: Session) -> None:
         for pidfd in session.alive:
@@ -284,18 +290,19 @@ def _pid_of(pidfd: int) -> int:
     raise GmsError(ErrorCode.BAD_FDS, "A descriptor in a hello is not a pidfd; this client is broken.")
 
 
-def _process_of(pidfd: int, pid: int | None) -> tuple[str, int] | None:
-    """What is equal for two pidfds of one living process and for no others: the inode where pidfds have a file system
-    of their own (Linux 6.9) and do not share one with all other anonymous files; else the pid, which nobody else gets
-    as long as one of the two is not readable."""
+def _processes_of(pidfds: list[int], pids: list[int]) -> frozenset[tuple[str, int]]:
+    """What is equal for pidfds of the same living processes and for no others: the inodes where pidfds have a file
+    system of their own (Linux 6.9) and do not share one with all other anonymous files; else the pids, which nobody
+    else gets as long as one of the pidfds is not readable. Empty if one of them cannot be told."""
     other = os.eventfd(0, os.EFD_CLOEXEC)
     try:
-        found, shared = os.fstat(pidfd), os.fstat(other)
+        shared = os.fstat(other).st_dev
     finally:
         os.close(other)
-    if found.st_dev != shared.st_dev:
-        return ("pidfs", found.st_ino)
-    return ("pid", pid) if pid is not None else None
+    found = [os.fstat(pidfd) for pidfd in pidfds]
+    if all(file.st_dev != shared for file in found):
+        return frozenset(("pidfs", file.st_ino) for file in found)
+    return frozenset(("pid", pid) for pid in pids) if min(pids) > 0 else frozenset()
 
 
 def _prefer_peer_pidfd(connection: socket.socket, fds: list[int]) -> None:

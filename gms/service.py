@@ -24,7 +24,7 @@ from gms.events import EventLog
 from gms.journal import Journal, PoolRecord
 from gms.leases import Action, Drop, Grant, Held, Refuse, Request
 from gms.ledger import Ledger
-from gms.protocol import MAX_FDS, ErrorCode, GmsError, LeaseMode, Status
+from gms.protocol import MAX_FDS, Digests, ErrorCode, GmsError, LeaseMode, Status
 from gms.reporting import Client
 from gms.store import PageStore, fenced
 
@@ -73,7 +73,7 @@ class MemoryService(Generic[P]):
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         records = journal.load() if journal is not None else []
-        self._arbiter = Arbiter(after=max((record.highest_generation for record in records), default=0))
+        self._arbiter = Arbiter(after=journal.highest_generation if journal is not None else 0)
         self._ledger = Ledger(
             journal, arbiter=self._arbiter, table=self._table, events=self.events, device_id=self.device_id
         )
@@ -90,6 +90,7 @@ class MemoryService(Generic[P]):
         wanted = self._arbiter.suspected(client)
         if not wanted:
             self._clients.pop(client, None)
+            self._ledger.close_leases(client)
         return wanted
 
     def close(self) -> None:
@@ -119,7 +120,7 @@ class MemoryService(Generic[P]):
                 self.events.emit("waiting", detail, pool=message.pool, client=client.label)
             grant = await answer
             if message.verify and grant.mode is LeaseMode.RO:
-                await self._verify_for(client, message.pool)
+                await self._verify_for(client, message.pool, grant.generation)
         except GmsError as error:
             if self._observer is not None:
                 self._observer.refused(error.code)
@@ -145,6 +146,7 @@ class MemoryService(Generic[P]):
         entry = self._table.get(message.pool, lease.generation, message.tag)
         if entry is not None and not staged(message.pool):
             if entry.size_bytes == size:
+                entry.client = client.id
                 return self._shared(entry, 0, writable=True, created=False)
             if entry.filled and entry.client != client.id:  # what an engine of another configuration left
                 self._store.discard(entry)
@@ -158,7 +160,12 @@ class MemoryService(Generic[P]):
             client.label,
             client.id,
         )
-        await self._store.allocate(entry, seconds=message.timeout_seconds, evict=self._evict)
+        await self._store.allocate(
+            entry,
+            seconds=message.timeout_seconds,
+            evict=self._evict,
+            wanted=lambda: self._arbiter.lease(client.id, message.pool) == lease,
+        )
         self._ledger.record(message.pool)
         if self._observer is not None:
             self._observer.allocated(message.pool, size, self._loop.time() - started)
@@ -167,12 +174,14 @@ class MemoryService(Generic[P]):
     def export(self, client: Client, message: protocol.Export) -> tuple[protocol.Pages, list[int]]:
         lease = self._lease(client, message.pool)
         entry = self._table.get(message.pool, lease.generation, message.tag)
-        if entry is None or message.first >= len(entry.pages):
+        if entry is None or message.first >= entry.chunks:
             raise GmsError(
                 ErrorCode.NOT_FOUND,
                 f"Nothing is allocated as {message.tag!r} (chunk {message.first}) in {message.pool}, generation "
                 f"{lease.generation}; the lease lists what there is.",
             )
+        if lease.mode is LeaseMode.RW:
+            entry.client = client.id
         return self._shared(entry, message.first, writable=lease.mode is LeaseMode.RW, created=False)
 
     def put_manifest(self, client: Client, message: protocol.PutManifest) -> protocol.Done:
@@ -186,8 +195,7 @@ class MemoryService(Generic[P]):
         return protocol.Done()
 
     def get_manifest(self, message: protocol.GetManifest) -> protocol.ManifestReply:
-        pool = self._arbiter.pools.get(message.pool)
-        generation = pool.standing if pool is not None else 0
+        generation = self._arbiter.standing(message.pool)
         return protocol.ManifestReply(
             generation=generation,
             manifest=self._table.manifest(message.pool, generation),
@@ -241,21 +249,27 @@ class MemoryService(Generic[P]):
         if message.more:
             return protocol.Done(), []
         lease = self._lease(client, message.pool)
+        for entry in self._table.entries(message.pool, lease.generation):
+            entry.client = client.id
         self._ledger.record(message.pool)
         return self._grant_lease(client, message.pool, lease.mode, lease.generation)
 
-    async def verify(self, message: protocol.Verify) -> protocol.Verified:
-        """Raises GmsError(corrupt), and withdraws what does not match."""
+    async def verify(self, client: Client, message: protocol.Verify) -> protocol.Verified:
+        """A reader's own generation, or what is committed; digests are taken from readers only. Raises GmsError:
+        corrupt, after it has withdrawn what does not match; not_found, not_attached."""
         pool = self._arbiter.pools.get(message.pool)
-        if pool is None or not staged(message.pool) or pool.adopting or not pool.standing:
+        lease = self._arbiter.lease(client.id, message.pool)
+        generation = pool.standing if pool is not None else 0
+        if lease is not None and lease.mode is LeaseMode.RO:
+            generation = lease.generation
+        elif not self._checker.reads:
+            raise GmsError(
+                ErrorCode.NOT_ATTACHED,
+                f"This service cannot read its device: a reader of {message.pool} must verify it; attach first.",
+            )
+        if pool is None or not staged(message.pool) or pool.adopting or not generation:
             raise GmsError(ErrorCode.NOT_FOUND, f"Nothing is committed to {message.pool} that could be verified.")
-        generation = pool.standing
-        for entry in self._table.entries(message.pool, generation):
-            if (wrong := await self._checker.fault(entry, message.digests)) is not None:
-                if self._table.holds(entry) and pool.standing == generation:
-                    self._condemn(message.pool, wrong)
-                raise GmsError(ErrorCode.CORRUPT, f"{message.pool} is corrupt: {wrong}. It must be loaded anew.")
-        return protocol.Verified(generation=generation, size_bytes=self._table.bytes_of(message.pool, generation))
+        return await self._verify(message.pool, generation, message.digests)
 
     async def get_events(self, message: protocol.GetEvents) -> protocol.EventsReply:
         events = await self.events.after(message.after, message.timeout_seconds)
@@ -339,22 +353,36 @@ class MemoryService(Generic[P]):
         return lease
 
     def _end_lease(self, client: int, pool: str, proof: bool) -> None:
-        """Where there are no pages there is nothing to be proved."""
+        """Where there are no pages, of this lease or of earlier ones, there is nothing to be proved."""
         lease = self._arbiter.lease(client, pool)
-        if lease is not None and not self._arbiter.fenced(client, pool):
+        if lease is not None and not self._arbiter.suspected(client, pool):
             proof = proof or not self._table.entries(pool, lease.generation)
         self._apply(self._arbiter.release(client, pool, proof))
-        if proof or not self._arbiter.suspected(client):
+        if proof or not self._arbiter.suspected(client, pool):
             self._ledger.close_lease(client, pool)
 
     def _inherit(self, client: Client, pool: str) -> None:
-        """A process that comes back on a new connection may have what its broken one held, without dying first."""
-        if client.process is not None:
-            others = frozenset(c.id for c in self._clients.values() if c.process == client.process and c is not client)
-            if others:
-                self._arbiter.inherit(pool, others, client.id)
+        """A process that comes back on a new connection, with all its ranks, may have what its broken one held without
+        dying first."""
+        others = frozenset(
+            other.id
+            for other in self._clients.values()
+            if other is not client and other.processes and other.processes <= client.processes
+        )
+        if others:
+            self._arbiter.inherit(pool, others, client.id)
 
-    async def _verify_for(self, client: Client, pool: str) -> None:
+    async def _verify(self, pool: str, generation: int, digests: Digests) -> protocol.Verified:
+        size = 0
+        for entry in self._table.entries(pool, generation):
+            if (wrong := await self._checker.fault(entry, digests)) is not None:
+                if self._arbiter.standing(pool) == generation:
+                    self._condemn(pool, wrong)
+                raise GmsError(ErrorCode.CORRUPT, f"{pool} is corrupt: {wrong}. It must be loaded anew.")
+            size += entry.size_bytes
+        return protocol.Verified(generation=generation, size_bytes=size)
+
+    async def _verify_for(self, client: Client, pool: str, generation: int) -> None:
         """Before a reader gets its lease; it has none if this fails."""
         try:
             if not self._checker.reads:
@@ -362,7 +390,7 @@ class MemoryService(Generic[P]):
                     ErrorCode.NOT_PERMITTED,
                     "This service cannot read its device; attach, hash what is mapped, and send the digests.",
                 )
-            await self.verify(protocol.Verify(pool=pool))
+            await self._verify(pool, generation, {})
         except BaseException:
             self._end_lease(client.id, pool, True)
             raise

@@ -7,13 +7,15 @@ way: the destruction queues up behind it. What takes long is cut into slices, so
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future as ThreadFuture
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Final, Generic, ParamSpec, TypeVar
+from typing import Any, Final, Generic, ParamSpec, TypeVar
 
 from gms import fdpass, integrity
 from gms.allocations import AllocationTable, Entry
@@ -21,6 +23,8 @@ from gms.backends.base import DeviceError, ForeignPagesError, Hash, MemoryBacken
 from gms.events import EventLog
 from gms.integrity import Piece
 from gms.protocol import ErrorCode, GmsError
+
+log: Final = logging.getLogger("gms")
 
 RETRY_SECONDS: Final = 0.25
 """How often one who waits for memory tries again without being told: the machine's memory is not only ours."""
@@ -37,7 +41,8 @@ class _Waiter:
 
 
 class PageStore(Generic[P]):
-    """The pages of a table's entries. `fail` is told of a device that cannot be gone on with."""
+    """The pages of a table's entries. `fail` is told, once and on any thread, of a device that cannot be gone on with;
+    calls that it fails raise GmsError(internal)."""
 
     def __init__(
         self,
@@ -56,29 +61,38 @@ class PageStore(Generic[P]):
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="gms-memory")
         self._waiters: list[_Waiter] = []
         self._freed = asyncio.Event()
+        self._failed = False
 
-    async def allocate(self, entry: Entry[P], *, seconds: float, evict: Callable[[], bool]) -> None:
+    async def allocate(
+        self, entry: Entry[P], *, seconds: float, evict: Callable[[], bool], wanted: Callable[[], bool]
+    ) -> None:
         """Puts an entry into the table and memory behind it, or leaves nothing of it. Waits for room up to `seconds`,
-        those who wait in the order they came; `evict` gives up something unused and says whether there was any.
+        those who wait in the order they came; who does not wait does not stand in line. `evict` gives up something
+        unused and says whether there was any; `wanted` turns False when a newer epoch has the pool.
 
-        Raises GmsError: out_of_memory, and what `AllocationTable.reserve` raises.
+        Raises GmsError: out_of_memory, fenced, and what `AllocationTable.reserve` raises.
         """
-        problem = await self._attempt(entry, evict)
+        deadline = time.monotonic() + seconds
+        in_line = seconds > 0 and bool(self._waiters)
+        problem = self._behind(entry) if in_line else await self._attempt(entry, evict, wanted)
         if problem is None:
             return
-        if seconds <= 0:
+        if seconds <= 0 or not problem.retryable:
             raise problem
-        deadline = time.monotonic() + seconds
         waiter = self._wait_for(entry, seconds, problem)
         try:
             while (left := deadline - time.monotonic()) > 0:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(min(left, RETRY_SECONDS)):
                         await self._freed.wait()
+                if not wanted():
+                    raise fenced(entry.pool)
                 if self._waiters[0] is waiter:
-                    problem = await self._attempt(entry, evict)
+                    problem = await self._attempt(entry, evict, wanted)
                     if problem is None:
                         return
+                    if not problem.retryable:
+                        break
             raise problem
         finally:
             self._waiters.remove(waiter)
@@ -143,8 +157,11 @@ class PageStore(Generic[P]):
         if index >= len(entry.identities):
             count = len(entry.identities)
             raise GmsError(ErrorCode.MISMATCH, f"{entry.tag!r} of {entry.pool} has {count} chunks, none is {index}.")
+        kept = os.dup(fd)  # the call may still be under way when the client is gone, and its descriptors closed
+        adoption = self._submit(self.backend.adopt, kept, entry.identities[index])
+        adoption.add_done_callback(lambda _: os.close(kept))
         try:
-            pages = await self._call(self.backend.adopt, fd, entry.identities[index])
+            pages = await self._pages(adoption)
         except ForeignPagesError as error:
             raise GmsError(
                 ErrorCode.MISMATCH,
@@ -162,28 +179,28 @@ class PageStore(Generic[P]):
             self.drop(pool, generation)
         self._thread.shutdown(wait=True)
 
-    async def _attempt(self, entry: Entry[P], evict: Callable[[], bool]) -> GmsError | None:
+    async def _attempt(self, entry: Entry[P], evict: Callable[[], bool], wanted: Callable[[], bool]) -> GmsError | None:
         """None if the entry has its memory now, else why there is no room."""
         while True:
             try:
                 self._table.reserve(entry)
-                await self._fill(entry)
+                await self._fill(entry, wanted)
                 return None
             except GmsError as error:
                 if error.code != ErrorCode.OUT_OF_MEMORY:
                     raise
                 problem = error
-            if not evict():
+            if not problem.retryable or not evict():
                 return problem
 
-    async def _fill(self, entry: Entry[P]) -> None:
+    async def _fill(self, entry: Entry[P], wanted: Callable[[], bool]) -> None:
         try:
-            for index in range(len(entry.pages)):
+            for index in range(entry.chunks):
                 pages = await self._make_chunk(entry, entry.chunk_size(index))
                 entry.pages[index] = pages
                 entry.identities.append(await self._call(self.backend.identify, pages))
-            if not self._table.holds(entry):  # the pool went to a newer epoch meanwhile
-                raise fenced(entry.pool)
+                if not (wanted() and self._table.holds(entry)):
+                    raise fenced(entry.pool)
         except BaseException as error:
             self._table.cancel(entry)
             self._destroy(entry)
@@ -198,12 +215,7 @@ class PageStore(Generic[P]):
             raise
 
     async def _make_chunk(self, entry: Entry[P], size: int) -> P:
-        creation = self._thread.submit(self.backend.create, entry.tag, size)
-        try:
-            pages = await self._result(creation)
-        except asyncio.CancelledError:
-            creation.add_done_callback(self._destroy_result)
-            raise
+        pages = await self._pages(self._submit(self.backend.create, entry.tag, size))
         try:
             for offset in range(0, size, self.backend.slice_bytes):
                 part = min(self.backend.slice_bytes, size - offset)
@@ -232,14 +244,40 @@ class PageStore(Generic[P]):
             yield batch
 
     async def _call(self, function: Callable[A, R], *arguments: A.args, **named: A.kwargs) -> R:
-        return await self._result(self._thread.submit(function, *arguments, **named))
+        return await self._result(self._submit(function, *arguments, **named))
+
+    async def _pages(self, making: ThreadFuture[P]) -> P:
+        """The pages that a call makes. If nobody waits for them any more they are destroyed behind that call."""
+        try:
+            return await self._result(making)
+        except asyncio.CancelledError:
+            self._submit(self._destroy_result, making)
+            raise
 
     async def _result(self, pending: ThreadFuture[R]) -> R:
         try:
             return await asyncio.wrap_future(pending)
         except DeviceError as error:
-            self._fail(error)
             raise GmsError(ErrorCode.INTERNAL, f"{error} The memory service ends; it is to be restarted.") from error
+
+    def _submit(self, function: Callable[A, R], *arguments: A.args, **named: A.kwargs) -> ThreadFuture[R]:
+        pending = self._thread.submit(function, *arguments, **named)
+        pending.add_done_callback(self._watch)
+        return pending
+
+    def _watch(self, done: ThreadFuture[Any]) -> None:
+        """A device that fails is told of even if nobody waits for the call any more."""
+        error = None if done.cancelled() else done.exception()
+        if isinstance(error, DeviceError) and not self._failed:
+            self._failed = True
+            self._fail(error)
+
+    def _behind(self, entry: Entry[P]) -> GmsError:
+        message = (
+            f"{entry.size_bytes} bytes for {entry.tag!r} in {entry.pool} must wait for those who wait for memory "
+            f"already: {self._waiters[0].what}. Wait longer, or end one of the holders: {self._table.holders()}."
+        )
+        return GmsError(ErrorCode.OUT_OF_MEMORY, message, retryable=True)
 
     def _wait_for(self, entry: Entry[P], seconds: float, problem: GmsError) -> _Waiter:
         what = f"{entry.owner} waits for {entry.size_bytes} bytes as {entry.tag!r} in {entry.pool}"
@@ -260,17 +298,17 @@ class PageStore(Generic[P]):
                 self._submit_destroy(pages)
 
     def _submit_destroy(self, pages: P) -> None:
-        self._thread.submit(self.backend.destroy, pages).add_done_callback(self._destroyed)
+        self._submit(self.backend.destroy, pages).add_done_callback(_destroyed)
 
-    def _destroyed(self, done: ThreadFuture[None]) -> None:
-        error = done.exception()
-        if isinstance(error, DeviceError):
-            self._fail(error)
+    def _destroy_result(self, making: ThreadFuture[P]) -> None:
+        """On the memory thread, for pages whose client left while they were made."""
+        if not making.cancelled() and making.exception() is None:
+            self.backend.destroy(making.result())
 
-    def _destroy_result(self, creation: ThreadFuture[P]) -> None:
-        """On the memory thread, for a chunk whose client left while it was made."""
-        if not creation.cancelled() and creation.exception() is None:
-            self.backend.destroy(creation.result())
+
+def _destroyed(done: ThreadFuture[None]) -> None:
+    if (error := done.exception()) is not None:
+        log.error("memory could not be given back: %s", error)
 
 
 def fenced(pool: str) -> GmsError:
