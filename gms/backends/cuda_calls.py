@@ -25,6 +25,18 @@ RDMA_WITH_VIRTUAL_MEMORY: Final = 110
 """Attributes of a device, by the numbers in cuda.h: their names differ between versions of the bindings."""
 
 _OUT_OF_MEMORY: Final = 2
+_MAKE: Final = frozenset(
+    {
+        "cuDevicePrimaryCtxRetain",
+        "cuMemAddressReserve",
+        "cuMemCreate",
+        "cuMemExportToShareableHandle",
+        "cuMemImportFromShareableHandle",
+        "cuMemMap",
+        "cuMemSetAccess",
+    }
+)
+"""Calls that may find no room, and work later. From any other that answer means that something is broken."""
 _DEAD_CONTEXT: Final = "this process's GPU context is dead; end the process and start it again"
 _ADVICE: Final = {
     3: "a process that was forked after its parent had used CUDA cannot use it; fork first",
@@ -54,8 +66,8 @@ class CudaError(DeviceError):
 class Driver:
     """The driver in this process. A device is the ordinal that it has here; handles and addresses are plain numbers.
 
-    Every call raises OutOfMemoryError or CudaError. Calls release the GIL and may come from any thread, but not from a
-    forked child: neither the driver nor its contexts survive a fork.
+    Every call raises CudaError, those that make something OutOfMemoryError as well. Calls release the GIL and may come
+    from any thread, but not from a forked child: neither the driver nor its contexts survive a fork.
     """
 
     def __init__(self) -> None:
@@ -193,7 +205,7 @@ class Driver:
             raise DeviceError(f"{function} was called in a fork of the process that uses CUDA; fork first.")
         code, *results = getattr(self._cuda, function)(*arguments)
         number = int(code)
-        if number == _OUT_OF_MEMORY:
+        if number == _OUT_OF_MEMORY and function in _MAKE:
             raise OutOfMemoryError(f"{function}: the GPU has no room")
         if number:
             raise CudaError(function, getattr(code, "name", "an unknown error"), number)
