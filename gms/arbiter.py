@@ -67,14 +67,16 @@ class Arbiter:
             self._pools[pool].inherit(others, client)
 
     def adopted(self, pool: str, client: int) -> list[Action]:
-        """Every page of an ADOPTING pool is there; where a pool has one holder, it is `client`."""
+        """Every page is there; where a pool has one holder, it is `client`. Raises ValueError unless the pool is
+        ADOPTING, or the client `may_return` to it."""
         return self._pools[pool].adopted(client)
 
     def rejoin(self, client: int, pool: str) -> None:
         """The client goes on reading what it has mapped. Raises ValueError where nothing is committed."""
         found = self._pools[pool]
-        if isinstance(found, StagedPool):
-            found.rejoin(client)
+        if not isinstance(found, StagedPool):
+            raise ValueError(f"{pool} has no readers")
+        found.rejoin(client)
 
     def settle(self, pool: str) -> list[Action]:
         """The pages of an ADOPTING pool will not come back."""

@@ -139,8 +139,9 @@ class Pool(Protocol):
         """Whether `client` may go on with the current generation, which it says it has mapped."""
         ...
 
-    def adopted(self, client: int | None) -> list[Action]:
-        """Everything is handed back; `client` is the holder that did it, for pools that have one."""
+    def adopted(self, client: int) -> list[Action]:
+        """Everything is handed back; `client` is the holder that did it, for pools that have one. Raises ValueError
+        where nothing was to be."""
         ...
 
     def settle(self) -> list[Action]:

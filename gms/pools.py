@@ -108,8 +108,10 @@ class StagedPool:
     def may_return(self, client: int) -> bool:
         return bool(self.standing)
 
-    def adopted(self, client: int | None) -> list[Action]:
+    def adopted(self, client: int) -> list[Action]:
         """Readers are many: they come back by `rejoin`, each for itself."""
+        if not self._adopting:
+            raise ValueError(f"{self.name} is not being handed back")
         self._committed, self._adopting = self._adopting, 0
         return self._grant()
 
@@ -126,8 +128,10 @@ class StagedPool:
     def condemn(self, reason: str) -> list[Action]:
         """What is committed is wrong: its readers may keep it, nobody else gets it, and the next writer replaces it."""
         wrong, self._committed, self._adopting = self.standing, 0, 0
+        if not wrong:
+            return []
         self._corrupt = reason
-        unread = wrong and wrong not in self._readers.values()
+        unread = wrong not in self._readers.values()
         return ([Drop(self.name, wrong)] if unread else []) + self._grant()
 
     def evict(self) -> list[Action]:
@@ -287,7 +291,9 @@ class EpochPool:
         """After a restart anyone who was granted `lease_epoch` (the caller checks); else the one who was cut off."""
         return self._adopting or self._unproved == client
 
-    def adopted(self, client: int | None) -> list[Action]:
+    def adopted(self, client: int) -> list[Action]:
+        if not self.may_return(client):
+            raise ValueError(f"client {client} has nothing of {self.name} to hand back")
         self._adopting = False
         self._holder, self._unproved = client, None
         return self._grant()

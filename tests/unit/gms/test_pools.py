@@ -1,4 +1,4 @@
-"""Every state x every event of both kinds of pool, then the stories that the tables cannot tell."""
+"""What the tables of the pools cannot tell: stories of several steps."""
 
 from __future__ import annotations
 
@@ -7,322 +7,35 @@ from collections.abc import Callable
 import pytest
 
 from gms.arbiter import MAX_POOLS, Arbiter
-from gms.leases import Action, Drop, Grant, PoolState, Refuse, Request
-from gms.protocol import ErrorCode, LeaseMode
+from gms.leases import Drop, PoolState, Refuse
+from gms.protocol import ErrorCode
+from tests.unit.gms.pool_states import (
+    ANY,
+    KV,
+    RO,
+    RW,
+    WEIGHTS,
+    N,
+    R,
+    W,
+    aborted,
+    adopting,
+    ask,
+    committed,
+    condemned_read,
+    empty,
+    kv_adopting_awaited,
+    kv_awaited,
+    kv_orphaned,
+    kv_unproved_awaited,
+    leave,
+    rewriting,
+    short,
+    state,
+    writing,
+)
 
-W, R, N = 1, 2, 3  # the writer or holder, a reader, the newcomer
-WEIGHTS, KV = "weights/k", "kv"
-RW, RO, ANY = LeaseMode.RW, LeaseMode.RO, LeaseMode.RW_OR_RO
-
-
-def ask(client: int, pool: str, mode: LeaseMode = RW, epoch: int = 0, deadline: float = 10.0) -> Request:
-    return Request(client * 100 + epoch, client, f"engine {client}", pool, mode, epoch, deadline)
-
-
-def short(actions: list[Action]) -> list[str]:
-    """Actions in words: who got what."""
-    words = []
-    for action in actions:
-        match action:
-            case Grant():
-                words.append(f"{action.request.client} gets {action.mode} {action.generation}")
-            case Refuse():
-                words.append(f"{action.request.client} refused {action.code}")
-            case Drop():
-                words.append(f"drop {action.generation}")
-    return words
-
-
-def leave(arbiter: Arbiter, client: int, proof: bool) -> list[Action]:
-    """The client's connection is gone, and with `proof` so are its processes."""
-    return [action for pool in list(arbiter.pools) for action in arbiter.release(client, pool, proof)]
-
-
-def state(arbiter: Arbiter, pool: str) -> PoolState:
-    return arbiter.pools[pool].state if pool in arbiter.pools else PoolState.EMPTY
-
-
-def empty() -> Arbiter:
-    return Arbiter()
-
-
-def writing() -> Arbiter:
-    arbiter = Arbiter()
-    arbiter.attach(ask(W, WEIGHTS))
-    return arbiter
-
-
-def read() -> Arbiter:
-    """The writer committed, and reads on."""
-    arbiter = writing()
-    arbiter.commit(W, WEIGHTS)
-    return arbiter
-
-
-def committed() -> Arbiter:
-    arbiter = read()
-    leave(arbiter, W, proof=True)
-    return arbiter
-
-
-def rewriting() -> Arbiter:
-    """Generation 1 is read by R while W stages generation 2."""
-    arbiter = committed()
-    arbiter.attach(ask(R, WEIGHTS, RO))
-    arbiter.attach(ask(W, WEIGHTS))
-    return arbiter
-
-
-Event = Callable[[Arbiter], list[Action]]
-WEIGHT_EVENTS: dict[str, Event] = {
-    "rw": lambda a: a.attach(ask(N, WEIGHTS, RW)),
-    "ro": lambda a: a.attach(ask(N, WEIGHTS, RO)),
-    "any": lambda a: a.attach(ask(N, WEIGHTS, ANY)),
-    "again": lambda a: a.attach(ask(W, WEIGHTS, RW)),
-    "commit": lambda a: a.commit(W, WEIGHTS),
-    "killed": lambda a: leave(a, W, proof=True),
-    "hung up": lambda a: leave(a, W, proof=False),
-    "released": lambda a: a.release(W, WEIGHTS, proof=True),
-    "late": lambda a: a.expire(99.0),
-}
-RAISES = ["raises"]
-WEIGHT_TABLE: dict[str, tuple[Callable[[], Arbiter], dict[str, tuple[list[str], str]]]] = {
-    "EMPTY": (
-        empty,
-        {
-            "rw": (["3 gets rw 1"], "WRITING"),
-            "ro": ([], "EMPTY"),
-            "any": (["3 gets rw 1"], "WRITING"),
-            "again": (["1 gets rw 1"], "WRITING"),
-            "commit": (RAISES, "EMPTY"),
-            "killed": ([], "EMPTY"),
-            "hung up": ([], "EMPTY"),
-            "released": ([], "EMPTY"),
-            "late": ([], "EMPTY"),
-        },
-    ),
-    "WRITING": (
-        writing,
-        {
-            "rw": ([], "WRITING"),
-            "ro": ([], "WRITING"),
-            "any": ([], "WRITING"),
-            "again": (["1 refused already_attached"], "WRITING"),
-            "commit": ([], "READ"),
-            "killed": (["drop 1"], "EMPTY"),
-            "hung up": ([], "EMPTY"),
-            "released": (["drop 1"], "EMPTY"),
-            "late": ([], "WRITING"),
-        },
-    ),
-    "READ": (
-        read,
-        {
-            "rw": (["3 gets rw 2"], "WRITING"),
-            "ro": (["3 gets ro 1"], "READ"),
-            "any": (["3 gets ro 1"], "READ"),
-            "again": (["1 refused already_attached"], "READ"),
-            "commit": (RAISES, "READ"),
-            "killed": ([], "COMMITTED"),
-            "hung up": ([], "COMMITTED"),
-            "released": ([], "COMMITTED"),
-            "late": ([], "READ"),
-        },
-    ),
-    "COMMITTED": (
-        committed,
-        {
-            "rw": (["3 gets rw 2"], "WRITING"),
-            "ro": (["3 gets ro 1"], "READ"),
-            "any": (["3 gets ro 1"], "READ"),
-            "again": (["1 gets rw 2"], "WRITING"),
-            "commit": (RAISES, "COMMITTED"),
-            "killed": ([], "COMMITTED"),
-            "hung up": ([], "COMMITTED"),
-            "released": ([], "COMMITTED"),
-            "late": ([], "COMMITTED"),
-        },
-    ),
-    "WRITING over READ": (
-        rewriting,
-        {
-            "rw": ([], "WRITING"),
-            "ro": (["3 gets ro 1"], "WRITING"),
-            "any": (["3 gets ro 1"], "WRITING"),
-            "again": (["1 refused already_attached"], "WRITING"),
-            "commit": ([], "READ"),
-            "killed": (["drop 2"], "READ"),
-            "hung up": ([], "READ"),
-            "released": (["drop 2"], "READ"),
-            "late": ([], "WRITING"),
-        },
-    ),
-}
-
-
-def kv_held() -> Arbiter:
-    arbiter = Arbiter()
-    arbiter.attach(ask(W, KV, epoch=5))
-    return arbiter
-
-
-def kv_kept() -> Arbiter:
-    """The holder died: pages stand, nobody holds them."""
-    arbiter = kv_held()
-    leave(arbiter, W, proof=True)
-    return arbiter
-
-
-def kv_unproved() -> Arbiter:
-    arbiter = kv_held()
-    leave(arbiter, W, proof=False)
-    return arbiter
-
-
-def kv_awaited() -> Arbiter:
-    """W holds epoch 5, R waits with epoch 6."""
-    arbiter = kv_held()
-    assert arbiter.attach(ask(R, KV, epoch=6)) == []
-    return arbiter
-
-
-def kv_orphaned() -> Arbiter:
-    """R took over with fresh pages, W lives on with the old ones."""
-    arbiter = kv_awaited()
-    assert short(arbiter.expire(10.0)) == ["2 gets rw 2"]
-    return arbiter
-
-
-KV_EVENTS: dict[str, Event] = {
-    "older": lambda a: a.attach(ask(N, KV, epoch=4)),
-    "same": lambda a: a.attach(ask(N, KV, epoch=5)),
-    "newer": lambda a: a.attach(ask(N, KV, epoch=7)),
-    "reader": lambda a: a.attach(ask(N, KV, RO, epoch=7)),
-    "again": lambda a: a.attach(ask(W, KV, epoch=8)),
-    "killed": lambda a: leave(a, W, proof=True),
-    "hung up": lambda a: leave(a, W, proof=False),
-    "quiesced": lambda a: a.release(W, KV, proof=True),
-    "late": lambda a: a.expire(10.0),
-}
-KV_TABLE: dict[str, tuple[Callable[[], Arbiter], dict[str, tuple[list[str], str]]]] = {
-    "EMPTY": (
-        empty,
-        {
-            "older": (["3 gets rw 1"], "WRITING"),
-            "same": (["3 gets rw 1"], "WRITING"),
-            "newer": (["3 gets rw 1"], "WRITING"),
-            "reader": (["3 refused not_permitted"], "EMPTY"),
-            "again": (["1 gets rw 1"], "WRITING"),
-            "killed": ([], "EMPTY"),
-            "hung up": ([], "EMPTY"),
-            "quiesced": ([], "EMPTY"),
-            "late": ([], "EMPTY"),
-        },
-    ),
-    "held": (
-        kv_held,
-        {
-            "older": (["3 refused stale_epoch"], "WRITING"),
-            "same": (["3 refused stale_epoch"], "WRITING"),
-            "newer": ([], "WRITING"),
-            "reader": (["3 refused not_permitted"], "WRITING"),
-            "again": (["1 refused already_attached"], "WRITING"),
-            "killed": ([], "COMMITTED"),
-            "hung up": ([], "WRITING"),
-            "quiesced": ([], "COMMITTED"),
-            "late": ([], "WRITING"),
-        },
-    ),
-    "kept": (
-        kv_kept,
-        {
-            "older": (["3 refused stale_epoch"], "COMMITTED"),
-            "same": (["3 gets rw 1"], "WRITING"),
-            "newer": (["3 gets rw 1"], "WRITING"),
-            "reader": (["3 refused not_permitted"], "COMMITTED"),
-            "again": (["1 gets rw 1"], "WRITING"),
-            "killed": ([], "COMMITTED"),
-            "hung up": ([], "COMMITTED"),
-            "quiesced": ([], "COMMITTED"),
-            "late": ([], "COMMITTED"),
-        },
-    ),
-    "unproved": (
-        kv_unproved,
-        {
-            "older": (["3 refused stale_epoch"], "WRITING"),
-            "same": (["3 refused stale_epoch"], "WRITING"),
-            "newer": ([], "WRITING"),
-            "reader": (["3 refused not_permitted"], "WRITING"),
-            "again": (["1 gets rw 1"], "WRITING"),
-            "killed": ([], "COMMITTED"),
-            "hung up": ([], "WRITING"),
-            "quiesced": ([], "COMMITTED"),
-            "late": ([], "WRITING"),
-        },
-    ),
-    "awaited": (
-        kv_awaited,
-        {
-            "older": (["3 refused stale_epoch"], "WRITING"),
-            "same": (["3 refused stale_epoch"], "WRITING"),
-            "newer": (["2 refused stale_epoch"], "WRITING"),
-            "reader": (["3 refused not_permitted"], "WRITING"),
-            "again": (["1 refused already_attached"], "WRITING"),
-            "killed": (["2 gets rw 1"], "WRITING"),
-            "hung up": ([], "WRITING"),
-            "quiesced": (["2 gets rw 1"], "WRITING"),
-            "late": (["2 gets rw 2"], "WRITING"),
-        },
-    ),
-    "orphaned": (
-        kv_orphaned,
-        {
-            "older": (["3 refused stale_epoch"], "WRITING"),
-            "same": (["3 refused stale_epoch"], "WRITING"),
-            "newer": ([], "WRITING"),
-            "reader": (["3 refused not_permitted"], "WRITING"),
-            "again": ([], "WRITING"),
-            "killed": (["drop 1"], "WRITING"),
-            "hung up": ([], "WRITING"),
-            "quiesced": (["drop 1"], "WRITING"),
-            "late": ([], "WRITING"),
-        },
-    ),
-}
-
-
-def cells(table: dict[str, tuple[Callable[[], Arbiter], dict[str, tuple[list[str], str]]]]) -> list[object]:
-    return [
-        pytest.param(build, event, *expected, id=f"{name}-{event}")
-        for name, (build, row) in table.items()
-        for event, expected in row.items()
-    ]
-
-
-def check(build: Callable[[], Arbiter], event: Event, actions: list[str], after: str, pool: str) -> None:
-    arbiter = build()
-    if actions is RAISES:
-        with pytest.raises((ValueError, KeyError)):
-            event(arbiter)
-    else:
-        assert short(event(arbiter)) == actions
-    assert state(arbiter, pool) == after
-
-
-@pytest.mark.parametrize(("build", "event", "actions", "after"), cells(WEIGHT_TABLE))
-def test_weights(build: Callable[[], Arbiter], event: str, actions: list[str], after: str) -> None:
-    check(build, WEIGHT_EVENTS[event], actions, after, WEIGHTS)
-
-
-@pytest.mark.parametrize(("build", "event", "actions", "after"), cells(KV_TABLE))
-def test_kv(build: Callable[[], Arbiter], event: str, actions: list[str], after: str) -> None:
-    check(build, KV_EVENTS[event], actions, after, KV)
-
-
-def test_the_tables_have_every_cell() -> None:
-    assert all(set(row) == set(WEIGHT_EVENTS) for _, row in WEIGHT_TABLE.values())
-    assert all(set(row) == set(KV_EVENTS) for _, row in KV_TABLE.values())
+# --- weights
 
 
 def test_the_first_writes_everybody_else_reads_after_its_commit() -> None:
@@ -341,11 +54,22 @@ def test_a_dead_writer_is_followed_by_the_first_that_can_write() -> None:
     assert short(arbiter.commit(3, WEIGHTS)) == ["2 gets ro 2", "4 gets rw 3"]
 
 
+def test_writers_are_served_in_order_however_many_read() -> None:
+    arbiter = rewriting()
+    arbiter.attach(ask(4, WEIGHTS, RW))
+    arbiter.attach(ask(5, WEIGHTS, RW))
+    for reader in range(6, 20):
+        assert short(arbiter.attach(ask(reader, WEIGHTS, RO))) == [f"{reader} gets ro 1"]
+    assert short(arbiter.commit(W, WEIGHTS)) == ["4 gets rw 3"]
+    assert short(leave(arbiter, 4, proof=True)) == ["drop 3", "5 gets rw 4"]
+
+
 def test_readers_keep_their_generation_and_its_last_one_takes_it_along() -> None:
     arbiter = rewriting()
     assert short(arbiter.commit(W, WEIGHTS)) == []
-    assert arbiter.lease(R, WEIGHTS) is not None
-    assert arbiter.lease(R, WEIGHTS).generation == 1  # type: ignore[union-attr]
+    lease = arbiter.lease(R, WEIGHTS)
+    assert lease is not None
+    assert lease.generation == 1
     assert short(leave(arbiter, R, proof=False)) == ["drop 1"]
     assert short(arbiter.attach(ask(N, WEIGHTS, RO))) == ["3 gets ro 2"]
 
@@ -357,12 +81,73 @@ def test_a_commit_drops_a_generation_that_nobody_reads() -> None:
 
 
 def test_pages_of_a_writer_that_hung_up_wait_for_its_death() -> None:
-    arbiter = writing()
-    assert short(leave(arbiter, W, proof=False)) == []
+    arbiter = aborted()
     assert arbiter.suspected(W)
+    assert arbiter.suspected(W, WEIGHTS)
+    assert not arbiter.suspected(W, KV)
+    assert list(arbiter.pools[WEIGHTS].orphans()) == [1]
     assert short(arbiter.attach(ask(N, WEIGHTS, ANY))) == ["3 gets rw 2"]
     assert short(leave(arbiter, W, proof=True)) == ["drop 1"]
     assert not arbiter.suspected(W)
+
+
+def test_what_a_broken_connection_staged_waits_for_the_end_of_the_one_that_took_its_place() -> None:
+    arbiter = aborted()
+    arbiter.inherit(WEIGHTS, frozenset({W}), N)
+    assert not arbiter.suspected(W)
+    assert arbiter.suspected(N)
+    assert leave(arbiter, W, proof=True) == []
+    assert short(leave(arbiter, N, proof=True)) == ["drop 1"]
+    assert arbiter.pools == {}
+
+
+def test_a_refusal_for_corruption_names_it_until_something_new_is_committed() -> None:
+    arbiter = condemned_read()
+    (refusal,) = arbiter.attach(ask(N, WEIGHTS, RO))
+    assert isinstance(refusal, Refuse)
+    assert "a tensor has changed" in refusal.message
+    assert not refusal.retryable
+    arbiter.attach(ask(N, WEIGHTS, ANY))
+    assert arbiter.attach(ask(R, WEIGHTS, RO)) == []
+    assert arbiter.pools[WEIGHTS].corrupt
+    assert short(arbiter.commit(N, WEIGHTS)) == ["2 gets ro 2"]
+    assert not arbiter.pools[WEIGHTS].corrupt
+    assert short(leave(arbiter, W, proof=False)) == ["drop 1"]
+
+
+def test_condemning_leaves_what_is_being_written_alone() -> None:
+    arbiter = committed()
+    arbiter.attach(ask(W, WEIGHTS, RW))
+    assert short(arbiter.condemn(WEIGHTS, "changed")) == ["drop 1"]
+    assert arbiter.condemn(WEIGHTS, "changed") == []
+    assert arbiter.attach(ask(R, WEIGHTS, RO)) == []
+    assert short(arbiter.commit(W, WEIGHTS)) == ["2 gets ro 2"]
+
+
+def test_readers_come_back_one_by_one_and_count_as_readers() -> None:
+    arbiter = adopting()
+    arbiter.adopted(WEIGHTS, N)
+    assert state(arbiter, WEIGHTS) is PoolState.COMMITTED
+    for client in (R, N):
+        arbiter.rejoin(client, WEIGHTS)
+    assert short(arbiter.attach(ask(W, WEIGHTS, RW))) == ["1 gets rw 10"]
+    assert arbiter.commit(W, WEIGHTS) == []
+    assert leave(arbiter, R, proof=False) == []
+    assert short(leave(arbiter, N, proof=False)) == ["drop 7"]
+
+
+def test_only_what_nobody_uses_or_asks_for_is_evicted_the_oldest_first() -> None:
+    arbiter = Arbiter()
+    for client, pool in enumerate(["weights/a", "weights/b", "weights/c"], 1):
+        arbiter.attach(ask(client, pool))
+        arbiter.commit(client, pool)
+    assert arbiter.evict() == []
+    leave(arbiter, 1, proof=True)
+    leave(arbiter, 3, proof=True)
+    arbiter.attach(ask(4, "weights/a", RO))
+    assert arbiter.evict() == [Drop("weights/c", 3)]
+    assert arbiter.evict() == []
+    assert set(arbiter.pools) == {"weights/a", "weights/b"}
 
 
 def test_waiting_ends_in_a_refusal_that_says_why() -> None:
@@ -378,17 +163,37 @@ def test_waiting_ends_in_a_refusal_that_says_why() -> None:
     assert arbiter.next_deadline() == 5.0
 
 
+@pytest.mark.parametrize(
+    ("build", "reason"), [(empty, "nobody has committed"), (writing, "still writing"), (adopting, "being handed back")]
+)
+def test_what_is_waited_for(build: Callable[[], Arbiter], reason: str) -> None:
+    arbiter = build()
+    arbiter.attach(ask(N, WEIGHTS, RO))
+    assert reason in arbiter.pools[WEIGHTS].cause()
+
+
 def test_an_empty_weights_pool_is_forgotten() -> None:
     arbiter = writing()
     leave(arbiter, W, proof=True)
     assert arbiter.pools == {}
+    arbiter.attach(ask(N, WEIGHTS, RO))
+    assert short(arbiter.expire(10.0)) == ["3 refused timeout"]
+    assert arbiter.pools == {}
 
 
-def test_pools_are_bounded() -> None:
+def test_pools_are_bounded_and_make_room_for_each_other() -> None:
     arbiter = Arbiter()
     for number in range(MAX_POOLS):
         arbiter.attach(ask(number, f"weights/{number}"))
     assert short(arbiter.attach(ask(999, "weights/more"))) == ["999 refused too_many"]
+    arbiter.commit(7, "weights/7")
+    assert short(arbiter.attach(ask(999, "weights/more"))) == ["999 refused too_many"]
+    leave(arbiter, 7, proof=False)
+    assert short(arbiter.attach(ask(999, "weights/more"))) == ["drop 8", f"999 gets rw {MAX_POOLS + 1}"]
+    assert len(arbiter.pools) == MAX_POOLS
+
+
+# --- kv
 
 
 def test_a_fenced_holder_has_no_lease_and_is_told_apart() -> None:
@@ -413,3 +218,42 @@ def test_an_orphaned_holder_may_come_back_with_a_newer_epoch() -> None:
     assert short(arbiter.release(R, KV, proof=True)) == ["1 gets rw 2"]
     assert short(leave(arbiter, W, proof=True)) == ["drop 1"]
     assert state(arbiter, KV) is PoolState.COMMITTED
+
+
+def test_a_holder_whose_connection_broke_has_its_pages_again_before_a_waiter() -> None:
+    arbiter = kv_unproved_awaited()
+    arbiter.inherit(KV, frozenset({W}), N)
+    assert not arbiter.suspected(W)
+    assert arbiter.pools[KV].may_return(N)
+    assert arbiter.adopted(KV, N) == []
+    lease = arbiter.lease(N, KV)
+    assert lease is not None
+    assert lease.generation == 1
+    assert short(leave(arbiter, N, proof=True)) == ["2 gets rw 1"]
+
+
+def test_an_orphan_that_is_inherited_waits_for_the_heir() -> None:
+    arbiter = kv_orphaned()
+    arbiter.inherit(KV, frozenset({W, 8}), N)
+    assert arbiter.fenced(N, KV)
+    assert not arbiter.fenced(W, KV)
+    assert leave(arbiter, W, proof=True) == []
+    assert short(leave(arbiter, N, proof=True)) == ["drop 1"]
+
+
+def test_one_that_is_not_back_in_time_is_fenced_for_good() -> None:
+    arbiter = kv_adopting_awaited()
+    assert short(arbiter.expire(10.0)) == ["drop 7", "2 gets rw 10"]
+    assert not arbiter.pools[KV].may_return(W)
+    assert arbiter.pools[KV].epoch == 6
+
+
+def test_epochs_and_generations_as_a_journal_wants_them() -> None:
+    arbiter = kv_adopting_awaited()
+    pool = arbiter.pools[KV]
+    assert (pool.epoch, pool.lease_epoch, pool.standing, arbiter.last_generation) == (6, 5, 7, 9)
+    arbiter.adopted(KV, W)
+    assert (pool.epoch, pool.lease_epoch, pool.standing) == (6, 5, 7)
+    arbiter.expire(10.0)
+    assert (pool.epoch, pool.lease_epoch, pool.standing, arbiter.last_generation) == (6, 6, 10, 10)
+    assert list(pool.orphans()) == [7]
