@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -88,16 +89,18 @@ def _journal(socket: str) -> Journal:
 
 def _backend(settings: GmsSettings) -> MemoryBackend[Any]:
     chunk = None if settings.chunk_size is None else int(settings.chunk_size)
-    kind, _, number = settings.device.partition(":")
+    found = re.fullmatch(r"(cpu|cuda):([0-9]{1,4})", settings.device)
+    if found is None:
+        raise StartError(
+            f"The device {settings.device!r} is unknown to this version; use cpu:0, cpu:1, ... or cuda:0, cuda:1, ..."
+        )
     try:
-        if kind == "cpu" and number.isdecimal():
+        if found[1] == "cpu":
             from gms.backends.host import HostBackend
 
             return HostBackend(settings.device) if chunk is None else HostBackend(settings.device, chunk_bytes=chunk)
-        if kind == "cuda" and number.isdecimal():
-            from gms.backends.cuda import CudaBackend
+        from gms.backends.cuda import CudaBackend
 
-            return CudaBackend(int(number)) if chunk is None else CudaBackend(int(number), chunk_bytes=chunk)
+        return CudaBackend(int(found[2])) if chunk is None else CudaBackend(int(found[2]), chunk_bytes=chunk)
     except (DeviceError, GmsError, ValueError) as error:
         raise StartError(f"The device {settings.device} cannot be used: {error}") from error
-    raise StartError(f"The device {settings.device!r} is unknown to this version; use cpu:0, cpu:1, ... or cuda:0, ...")
