@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 import textwrap
 from collections.abc import Callable, Iterator
@@ -13,7 +12,7 @@ import pytest
 from gms.client import GmsClient
 from tests.process.gms import bench as benches
 from tests.process.gms.bench import Bench, Device
-from tests.process.gms.processes import Process, until
+from tests.process.gms.processes import Process, descriptors_of, until
 from tests.support.fakecuda import built_once
 
 PRELUDE = """
@@ -98,10 +97,10 @@ def client(service: Process, socket_path: Path) -> Iterator[GmsClient]:
 
 @pytest.fixture(autouse=True)
 def no_descriptor_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
-    before = len(os.listdir("/proc/self/fd"))
+    before = descriptors_of("self")
     yield
     if "client" not in request.fixturenames and "spawn" not in request.fixturenames:
-        assert len(os.listdir("/proc/self/fd")) == before
+        assert descriptors_of("self") == before
 
 
 @pytest.fixture

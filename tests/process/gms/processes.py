@@ -79,12 +79,7 @@ class Process:
         return data.decode()
 
     def fds(self) -> list[str]:
-        """What its descriptors refer to; one that is closed while they are read is left out."""
-        found = []
-        for entry in os.scandir(f"/proc/{self.pid}/fd"):
-            with contextlib.suppress(FileNotFoundError):
-                found.append(os.readlink(entry.path))
-        return sorted(found)
+        return descriptors_of(self.pid)
 
     def close(self) -> None:
         self.process.kill()
@@ -92,3 +87,12 @@ class Process:
         for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
             if pipe is not None:
                 pipe.close()
+
+
+def descriptors_of(pid: int | str) -> list[str]:
+    """What a process's descriptors refer to; one that is closed while they are read is left out."""
+    found = []
+    for entry in os.scandir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            found.append(os.readlink(entry.path))
+    return sorted(found)

@@ -2,283 +2,411 @@
 
 from __future__ import annotations
 
-import array
 import asyncio
 import os
-import random
+import resource
 import socket
-import stat
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gms import protocol
+from gms import fdpass, protocol
 from gms.backends.host import HostBackend
 from gms.client import GmsClient, GmsError, LeaseMode
+from gms.factory import digest
+from gms.protocol import MAX_FDS, MAX_FIRST_FRAME, MAX_FRAME, MAX_MANIFEST
 from gms.server import MAX_CLIENTS, Server
 from gms.service import MemoryService
+from gms.socket_path import SocketPath
+from tests.process.gms.processes import MS, Process, until
+from tests.process.gms.raw import HELLO, Raw, pidfds
 
 pytestmark = pytest.mark.process
 
-MS = 0.001
-HELLO = protocol.Hello(
-    version=protocol.VERSION, client="raw", engine="r", instance="test", device="cpu:0", device_id="cpu:0", fds=1
-)
 
-
-@contextmanager
-def raw(path: Path) -> Iterator[socket.socket]:
-    with socket.socket(socket.AF_UNIX) as connection:
-        connection.settimeout(10)
-        connection.connect(str(path))
-        yield connection
-
-
-def send(connection: socket.socket, data: bytes, fds: list[int] | None = None) -> None:
-    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
-    connection.sendmsg([data], rights)
-
-
-def greet(connection: socket.socket) -> None:
-    pidfd = os.pidfd_open(os.getpid())
-    send(connection, protocol.encode(HELLO), [pidfd])
-    os.close(pidfd)
-    assert isinstance(reply(connection), protocol.Welcome)
-
-
-def reply(connection: socket.socket) -> protocol.Reply:
-    decoder = protocol.FrameDecoder()
-    while (frame := decoder.next_frame()) is None:
-        data = connection.recv(1)
-        assert data, "the service hung up"
-        decoder.feed(data)
-    return protocol.decode_reply(frame)
-
-
-def hung_up(connection: socket.socket) -> bool:
+@pytest.fixture(scope="module")
+def witnessed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Process, Path]]:
+    """One service for all that break their own connection only."""
+    path = tmp_path_factory.mktemp("gms") / "s"
+    process = Process(["-m", "gms", "--socket", str(path)], {"HOTSPARE_GMS_LOG_LEVEL": "error"}, "stderr")
     try:
-        while connection.recv(65536):
-            pass
-    except ConnectionResetError:
-        pass
-    return True
-
-
-def last_word(connection: socket.socket) -> str:
-    answer = reply(connection)
-    assert isinstance(answer, protocol.Failure)
-    assert hung_up(connection)
-    return answer.code
-
-
-@contextmanager
-def pidfds(count: int) -> Iterator[list[int]]:
-    fds = [os.pidfd_open(os.getpid()) for _ in range(count)]
-    try:
-        yield fds
+        GmsClient.connect(path, engine="start", instance="test").close()
+        yield process, path
+        process.process.terminate()
+        assert process.wait() == 0
+        assert process.rest() == ""  # no error is logged for what clients do
     finally:
-        for fd in fds:
-            os.close(fd)
+        process.close()
 
 
 @pytest.fixture
-def flat(service: Any, client: GmsClient, eventually: Callable[..., None]) -> Iterator[None]:
-    """The test leaves the service with the descriptors it had, and this client with its lease and pages."""
-    lease = client.attach("kv", LeaseMode.RW, epoch=1)
-    lease.allocate("pages", 4096).close()
-    client.status()  # it is done with the allocation before it answers the next request
-    before = service.fds()
-    yield
-    eventually(lambda: len(service.fds()) == len(before), f"{service.fds()} are {before} again")
-    lease.allocate("pages", 4096).close()
-    assert client.status().clients == 1
+def path(witnessed: tuple[Process, Path], eventually: Callable[..., None]) -> Iterator[Path]:
+    """The test leaves the service with the descriptors it had, and another client with its lease and its pages."""
+    service, path = witnessed
+    with GmsClient.connect(path, engine="witness", instance="test") as client:
+        lease = client.attach("weights/witness", LeaseMode.RW)
+        lease.allocate("w", 4096).close()
+        client.status()  # it is done with the allocation before it answers the next request
+        before = service.fds()
+        yield path
+        eventually(lambda: len(service.fds()) == len(before), f"{service.fds()} are {before} again")
+        lease.export("w").close()
+        assert client.status().clients == 1
+        lease.release(quiesced=True)
 
 
-def sizes(announced: int, sent: int) -> Any:
+def counts(announced: int, sent: int) -> Any:
     return pytest.param(announced, sent, id=f"{announced} announced, {sent} sent")
 
 
-@pytest.mark.parametrize(("announced", "sent"), [sizes(1, 0), sizes(0, 0), sizes(0, 1), sizes(1, 2), sizes(3, 2)])
-def test_wrong_descriptor_counts(flat: None, socket_path: Path, announced: int, sent: int) -> None:
-    hello = protocol.Hello(version=1, client="raw", engine="r", instance="test", device="cpu:0", fds=announced)
-    with raw(socket_path) as connection, pidfds(sent) as fds:
-        send(connection, protocol.encode(hello), fds)
-        assert last_word(connection) == "bad_fds"
-
-
-def test_more_descriptors_than_a_message_may_have(flat: None, socket_path: Path) -> None:
-    with raw(socket_path) as connection, pidfds(17) as fds:
-        send(connection, protocol.encode(HELLO), fds)
-        assert last_word(connection) == "bad_fds"
-
-
-def test_descriptors_that_trickle_in_are_counted(flat: None, socket_path: Path) -> None:
-    with raw(socket_path) as connection, pidfds(6) as fds:
-        for byte in protocol.encode(HELLO)[:3]:
-            send(connection, bytes([byte]), fds)
-        assert last_word(connection) == "bad_fds"
-
-
-def test_a_descriptor_that_is_no_pidfd(flat: None, socket_path: Path) -> None:
-    with raw(socket_path) as connection, open("/dev/null") as null:
-        send(connection, protocol.encode(HELLO), [null.fileno()])
-        assert last_word(connection) == "bad_fds"
-
-
-def test_descriptors_and_counts_after_the_hello(flat: None, socket_path: Path) -> None:
-    with raw(socket_path) as connection, pidfds(1) as fds:
-        greet(connection)
-        send(connection, protocol.encode(protocol.GetStatus()), fds)
-        assert last_word(connection) == "bad_fds"
-    with raw(socket_path) as connection:
-        greet(connection)
-        send(connection, protocol.encode(protocol.GetStatus(fds=1)))
-        assert last_word(connection) == "bad_fds"
+def hello(**changes: Any) -> bytes:
+    fields = {name: getattr(HELLO, name) for name in HELLO.__struct_fields__}
+    return protocol.encode(protocol.Hello(**{**fields, **changes}))
 
 
 @pytest.mark.parametrize(
-    ("first", "code"),
-    [
-        (protocol.GetStatus(), "bad_message"),
-        (protocol.Hello(version=99, client="c", engine="e", instance="i", device="cpu:0"), "version_mismatch"),
-        (protocol.Hello(version=1, client="c", engine="e", instance="i", device="cuda:0"), "wrong_device"),
-    ],
-    ids=lambda value: type(value).__name__ if not isinstance(value, str) else value,
+    ("announced", "sent"), [counts(1, 0), counts(0, 0), counts(0, 1), counts(1, 2), counts(3, 2), counts(64, 63)]
 )
-def test_a_wrong_first_message(flat: None, socket_path: Path, first: protocol.Request, code: str) -> None:
-    with raw(socket_path) as connection:
-        send(connection, protocol.encode(first))
-        assert last_word(connection) == code
+def test_descriptor_counts_of_a_hello(path: Path, announced: int, sent: int) -> None:
+    with Raw(path) as connection, pidfds(sent) as fds:
+        connection.send(hello(fds=announced), fds)
+        answer = connection.last_word()
+        assert (answer.code, f"announced {announced} pidfds and {sent} came" in answer.message) == ("bad_fds", True)
 
 
-def test_a_large_first_frame_is_not_waited_for(flat: None, socket_path: Path) -> None:
-    with raw(socket_path) as connection:
-        send(connection, (protocol.MAX_FIRST_FRAME + 1).to_bytes(4, "little"))
-        assert last_word(connection) == "bad_message"
+def test_as_many_descriptors_as_a_message_may_have(path: Path) -> None:
+    with Raw(path) as connection, pidfds(MAX_FDS) as fds:
+        connection.send(hello(fds=MAX_FDS), fds)
+        assert isinstance(connection.reply(), protocol.Welcome)
 
 
-def test_an_oversize_frame_and_a_second_hello(flat: None, socket_path: Path) -> None:
-    for data in [(protocol.MAX_FRAME + 1).to_bytes(4, "little"), b"\x01\x00\x00\x00\xc1", protocol.encode(HELLO)]:
-        with raw(socket_path) as connection:
-            greet(connection)
-            send(connection, data)
-            assert last_word(connection) in ("bad_message", "bad_fds")
+def test_more_descriptors_than_a_message_may_have(path: Path) -> None:
+    """They do not fit beside the message, and the kernel says so: MSG_CTRUNC."""
+    with Raw(path) as connection, pidfds(MAX_FDS + 1) as fds:
+        connection.send(hello(), fds)
+        assert connection.last_word().code == "bad_fds"
 
 
-def test_requests_sent_ahead_are_answered_in_order(flat: None, socket_path: Path) -> None:
-    with raw(socket_path) as connection:
-        greet(connection)
-        send(connection, protocol.encode(protocol.GetStatus()) * 3)
-        assert [type(reply(connection)).__name__ for _ in range(3)] == ["StatusReply"] * 3
+def test_descriptors_that_trickle_in_are_counted(path: Path) -> None:
+    with Raw(path) as connection, pidfds(MAX_FDS // 2) as fds:
+        for byte in hello()[:3]:
+            connection.send(bytes([byte]), fds)
+        assert connection.last_word().code == "bad_fds"
 
 
-def test_a_request_in_single_bytes(flat: None, socket_path: Path) -> None:
-    with raw(socket_path) as connection:
-        greet(connection)
-        for byte in protocol.encode(protocol.GetStatus()):
-            send(connection, bytes([byte]))
-        assert isinstance(reply(connection), protocol.StatusReply)
+def test_a_descriptor_that_is_no_pidfd(path: Path) -> None:
+    with Raw(path) as connection, open("/dev/null") as null:
+        connection.send(hello(), [null.fileno()])
+        assert connection.last_word().code == "bad_fds"
 
 
-@pytest.mark.parametrize("greeted", [False, True])
-def test_random_bytes(flat: None, socket_path: Path, greeted: bool) -> None:
-    dice = random.Random(20251130)
-    for _ in range(100):
-        with raw(socket_path) as connection:
-            if greeted:
-                greet(connection)
-            body = dice.randbytes(dice.randrange(1, 300))
-            header = len(body).to_bytes(4, "little") if dice.random() < 0.7 else b""
-            try:
-                send(connection, header + body)
-            except BrokenPipeError:
-                continue
-            connection.shutdown(socket.SHUT_WR)
-            assert hung_up(connection)
+@pytest.mark.parametrize("request_", [protocol.GetStatus(), protocol.Attach(pool="kv", mode=LeaseMode.RW)], ids=str)
+def test_descriptors_beside_a_request_that_takes_none(path: Path, request_: protocol.Request) -> None:
+    with Raw(path).greet() as connection, pidfds(1) as fds:
+        connection.send(protocol.encode(request_), fds)
+        assert connection.last_word().code == "bad_fds"
 
 
-def test_half_a_request_and_then_nothing(flat: None, socket_path: Path) -> None:
-    with raw(socket_path) as connection, pidfds(1) as fds:
-        send(connection, protocol.encode(HELLO)[:9], fds)
-    with raw(socket_path) as connection:
-        greet(connection)
-        send(connection, protocol.encode(protocol.GetStatus())[:9])
+def test_descriptors_that_are_announced_and_do_not_come(path: Path) -> None:
+    with Raw(path).greet() as connection:
+        connection.send(protocol.encode(protocol.GetStatus(fds=1)))
+        assert connection.last_word().code == "bad_fds"
 
 
-def test_a_client_that_hangs_up_while_its_pages_are_filled(client: GmsClient, flat: None, socket_path: Path) -> None:
-    with raw(socket_path) as connection:
-        greet(connection)
-        send(connection, protocol.encode(protocol.Attach(pool="weights/a", mode=LeaseMode.RW)))
-        assert isinstance(reply(connection), protocol.Granted)
-        send(connection, protocol.encode(protocol.Allocate(pool="weights/a", tag="w", size_bytes=1 << 30)))
-
-
-def test_connections_are_bounded_and_the_reason_is_told(
-    client: GmsClient, service: Any, socket_path: Path, eventually: Callable[..., None]
-) -> None:
-    crowd = []
-    try:
-        for _ in range(MAX_CLIENTS - 1):
-            crowd.append(GmsClient.connect(socket_path, engine="c", instance="test"))
-        with pytest.raises(GmsError, match=r"128 clients are connected") as caught:
-            GmsClient.connect(socket_path, engine="d", instance="test")
-        assert caught.value.code == "too_many"
-    finally:
-        for one in crowd:
-            one.close()
-    eventually(lambda: client.status().clients == 1, "all are gone")
-
-
-def test_the_socket_is_private(service: Any, socket_path: Path) -> None:
-    assert stat.S_IMODE(socket_path.stat().st_mode) == 0o600
-
-
-def test_a_user_who_is_not_ours_is_refused(flat: None, socket_path: Path, spawn: Any) -> None:
-    if os.geteuid() != 0:
-        pytest.skip("needs root, to become another user")
-    stranger = spawn(
-        [
-            "-c",
-            "import os, socket, sys; s = socket.socket(socket.AF_UNIX); os.setresuid(12345, 12345, 12345)\n"
-            "try: s.connect(sys.argv[1])\nexcept PermissionError: print('kept out', flush=True)",
-            str(socket_path),
-        ]
+@pytest.mark.parametrize(
+    ("parts", "announced", "sent"),
+    [([1], 1, 0), ([1], 0, 1), ([1], 2, 2), ([2], 1, 1), ([1, 1], 1, 1), ([64] * 64, 64, 64)],
+    ids=str,
+)
+def test_descriptor_counts_of_a_hand_back(path: Path, parts: list[int], announced: int, sent: int) -> None:
+    message = protocol.Adopt(
+        pool="weights/x",
+        generation=1,
+        mode=LeaseMode.RO,
+        parts=[protocol.Part("w", 0, count) for count in parts],
+        fds=announced,
     )
-    assert stranger.line() == "kept out"
+    with Raw(path).greet() as connection, pidfds(sent) as fds:
+        connection.send(protocol.encode(message), fds)
+        answer = connection.reply()
+        assert isinstance(answer, protocol.Failure)
+        assert answer.code in ("bad_fds", "mismatch")
+        assert (answer.code == "mismatch") is (announced == sent)  # this service knows no such pages
+
+
+@pytest.mark.parametrize(
+    ("first", "code", "words"),
+    [
+        (protocol.encode(protocol.GetStatus()), "bad_message", "must be a hello"),
+        (hello(version=99), "version_mismatch", f"speaks version 99, the service {protocol.VERSION};"),
+        (hello(version=1), "version_mismatch", f"speaks version 1, the service {protocol.VERSION};"),
+        (hello(device="cuda:1", device_id="GPU-x"), "wrong_device", r"wants cuda:1 (GPU-x), this service has cpu:0"),
+        ((MAX_FIRST_FRAME + 1).to_bytes(4, "little"), "bad_message", f"{MAX_FIRST_FRAME}"),
+        (b"\x01\x00\x00\x00\xc1", "bad_message", ""),
+    ],
+    ids=["no hello", "newer", "older", "other device", "too large", "no msgpack"],
+)
+def test_a_wrong_first_message(path: Path, first: bytes, code: str, words: str) -> None:
+    with Raw(path) as connection, pidfds(1) as fds:
+        connection.send(first, fds)
+        answer = connection.last_word()
+        assert answer.code == code
+        assert words in answer.message
+
+
+@pytest.mark.parametrize("request_", [protocol.Hello, None], ids=["a second hello", "no message at all"])
+def test_what_cannot_be_read_on_after(path: Path, request_: object) -> None:
+    data = hello(fds=0) if request_ else b"\x01\x00\x00\x00\xc1"
+    with Raw(path).greet() as connection:
+        connection.send(data)
+        assert connection.last_word().code == "bad_message"
+
+
+def test_a_frame_beyond_the_largest_is_not_waited_for(path: Path) -> None:
+    for size in (MAX_FRAME + 1, (1 << 32) - 1):
+        with Raw(path).greet() as connection:
+            connection.send(size.to_bytes(4, "little"))
+            assert connection.last_word().code == "bad_message"
+
+
+def test_a_field_out_of_its_bounds_is_refused_and_the_connection_goes_on(path: Path) -> None:
+    with Raw(path).greet() as connection:
+        for request in [
+            protocol.Attach(pool="weights/" + "x" * 129, mode=LeaseMode.RO),
+            protocol.Attach(pool="kv", mode=LeaseMode.RW, epoch=-1),
+            protocol.Attach(pool="kv", mode=LeaseMode.RW, timeout_seconds=float("nan")),
+            protocol.Allocate(pool="kv", tag="\n", size_bytes=1),
+            protocol.Commit(pool="weights/x", manifest=bytes(MAX_MANIFEST + 1)),
+            protocol.GetEvents(timeout_seconds=61),
+        ]:
+            answer = connection.ask(request)
+            assert isinstance(answer, protocol.Failure), request
+            assert (answer.code, answer.retryable) == ("invalid", False), (request, answer)
+        assert isinstance(connection.ask(protocol.GetStatus()), protocol.StatusReply)
+
+
+def test_requests_sent_ahead_are_answered_in_order(path: Path) -> None:
+    with Raw(path).greet() as connection:
+        connection.send(protocol.encode(protocol.GetStatus()) + protocol.encode(protocol.GetEvents(after=1 << 30)))
+        assert [type(connection.reply()).__name__ for _ in range(2)] == ["StatusReply", "EventsReply"]
+
+
+def test_a_flood_of_requests_sent_ahead_is_bounded(path: Path) -> None:
+    """Who does not wait for replies is hung up on before the service has taken in more than a frame."""
+    with Raw(path).greet() as connection:
+        connection.send(protocol.encode(protocol.Attach(pool="weights/never", mode=LeaseMode.RO)))
+        with pytest.raises(OSError, match=r"Broken pipe|reset"):
+            connection.send(bytes(2 * MAX_FRAME))
+
+
+def test_a_request_in_single_bytes(path: Path) -> None:
+    with Raw(path).greet() as connection:
+        for byte in protocol.encode(protocol.GetStatus()):
+            connection.send(bytes([byte]))
+        assert isinstance(connection.reply(), protocol.StatusReply)
+
+
+def test_half_a_request_and_then_nothing(path: Path) -> None:
+    with Raw(path) as connection, pidfds(1) as fds:
+        connection.send(hello()[:9], fds)
+    with Raw(path).greet() as connection:
+        connection.send(protocol.encode(protocol.GetStatus())[:9])
+
+
+def test_a_client_that_hangs_up_while_its_pages_are_filled(path: Path) -> None:
+    with Raw(path).greet() as connection:
+        assert isinstance(connection.ask(protocol.Attach(pool="weights/a", mode=LeaseMode.RW)), protocol.Granted)
+        connection.send(protocol.encode(protocol.Allocate(pool="weights/a", tag="w", size_bytes=1 << 28)))
+
+
+def test_connections_are_bounded_the_reason_is_told_and_those_that_stand_are_served(
+    path: Path, eventually: Callable[..., None]
+) -> None:
+    with ExitStack() as stack:
+        crowd = [
+            stack.enter_context(GmsClient.connect(path, engine="c", instance="test")) for _ in range(MAX_CLIENTS - 1)
+        ]
+        for _ in range(20):
+            with pytest.raises(GmsError, match=rf"{MAX_CLIENTS} clients are connected") as caught:
+                GmsClient.connect(path, engine="d", instance="test")
+            assert (caught.value.code, caught.value.retryable) == ("too_many", True)
+        assert crowd[0].status().clients == crowd[-1].status().clients == MAX_CLIENTS
+        crowd.pop().close()
+        eventually(lambda: crowd[0].status().clients == MAX_CLIENTS - 1, "one has left")
+        stack.enter_context(GmsClient.connect(path, engine="e", instance="test"))
+
+
+def test_silent_connections_do_not_hold_up_those_that_speak(path: Path) -> None:
+    with ExitStack() as stack:
+        for _ in range(MAX_CLIENTS // 2):
+            stack.enter_context(Raw(path))
+        with GmsClient.connect(path, engine="b", instance="test", timeout_seconds=5) as client:
+            assert client.status(timeout_seconds=5).clients == 2
+
+
+def free_descriptors(service: Process, count: int) -> None:
+    """Leaves the service so many that it could still open."""
+    used = {int(name) for name in os.listdir(f"/proc/{service.pid}/fd")}
+    free = [number for number in range(len(used) + count + 1) if number not in used]
+    _, hard = resource.prlimit(service.pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(service.pid, resource.RLIMIT_NOFILE, (free[count], hard))
+
+
+def test_a_service_that_has_no_descriptors_left(service: Process, client: GmsClient, socket_path: Path) -> None:
+    """Nothing dies of it: who is connected is served, who comes is told or waits, and afterwards all is as before."""
+    before = resource.prlimit(service.pid, resource.RLIMIT_NOFILE)
+    lease = client.attach("weights/b", LeaseMode.RW)
+    lease.allocate("w", 4096).close()
+    client.status()
+    descriptors = service.fds()
+    free_descriptors(service, 1)
+    with pytest.raises(GmsError, match="can hold no more") as caught:  # MSG_CTRUNC: the pidfd found no room
+        GmsClient.connect(socket_path, engine="c", instance="test")
+    assert caught.value.code == "bad_fds"
+    until(lambda: service.fds() == descriptors, "the one that was refused is gone")
+    free_descriptors(service, 0)
+    with pytest.raises(GmsError, match="Too many open files") as caught:
+        lease.allocate("x", 4096)
+    assert (caught.value.code, caught.value.retryable) == ("out_of_memory", True)
+    with pytest.raises(GmsError, match="Too many open files") as caught:
+        lease.export("w")
+    assert caught.value.code == "internal"
+    with Raw(socket_path) as waits:
+        service.expect("cannot accept a connection (Too many open files)")
+        assert client.status().clients == 1
+        resource.prlimit(service.pid, resource.RLIMIT_NOFILE, before)
+        waits.greet()
+    lease.export("w").close()
+    with GmsClient.connect(socket_path, engine="d", instance="test") as other:
+        assert other.status().total_bytes == 4096
+        until(lambda: other.status().clients == 2, "the one that waited is gone")
+    until(lambda: service.fds() == descriptors, f"{service.fds()} are {descriptors} again")
+
+
+# The other way round: a service that breaks things, and the client
+
+
+class BrokenService:
+    """Answers a hello as it should, and what comes after with `data` and `fds`."""
+
+    def __init__(self, path: Path, data: bytes, fds: int, *, cut: bool = False) -> None:
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(path))
+        self._listener.listen(1)
+        self._data, self._fds = data, fds
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        connection, _ = self._listener.accept()
+        with connection:
+            connection.recv(65536)
+            connection.sendall(protocol.encode(protocol.Welcome(version=protocol.VERSION, device="cpu:0")))
+            connection.recv(65536)
+            with pidfds(self._fds) as fds:
+                connection.sendmsg([self._data], fdpass.rights(fds))
+            connection.recv(1)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *exception: object) -> None:
+        self._thread.join()
+        self._listener.close()
+
+
+PAGES = protocol.Pages(tag="w", size_bytes=8192, chunk_bytes=4096, created=True, fds=2)
+
+
+@pytest.mark.parametrize(
+    ("answer", "fds", "code"),
+    [
+        (PAGES, 1, "bad_fds"),
+        (PAGES, 3, "bad_fds"),
+        (PAGES, 0, "bad_fds"),
+        (PAGES, MAX_FDS + 1, "bad_fds"),
+        (protocol.Pages(tag="w", size_bytes=8192, chunk_bytes=4096, created=True, fds=3), 3, "bad_fds"),
+        (protocol.Pages(tag="w", size_bytes=8192, chunk_bytes=4096, created=True, first=1, fds=1), 1, "bad_fds"),
+        (protocol.Pages(tag="w", size_bytes=8192, chunk_bytes=0, created=True, fds=2), 2, "bad_message"),
+        (protocol.Failure(code="x", message="x", fds=1), 1, "bad_fds"),
+        (protocol.Done(), 0, "bad_message"),
+        (protocol.Done(), 1, "bad_fds"),
+        (b"\xff\xff\xff\xff", 1, "bad_message"),
+        (b"\x01\x00\x00\x00\xc1", 0, "bad_message"),
+        (b"\x09\x00\x00\x00half", 1, None),
+    ],
+    ids=str,
+)
+def test_what_a_client_does_not_take(tmp_path: Path, answer: protocol.Reply | bytes, fds: int, code: str) -> None:
+    """It keeps no descriptor either: the harness counts them."""
+    path = Path(os.path.relpath(tmp_path / "s"))
+    data = answer if isinstance(answer, bytes) else protocol.encode(answer)
+    with BrokenService(path, data, fds), GmsClient.connect(path, engine="a", instance="test") as client:
+        if code is None:
+            threading.Timer(20 * MS, client.close).start()
+        request = protocol.Allocate(pool="kv", tag="w", size_bytes=8192)
+        with pytest.raises(GmsError) as caught:
+            client._pages(request)
+        assert caught.value.code == (code or "closed")
 
 
 # In this process: limits too long to wait for
 
 
-Limited = Callable[..., Server]
+Limited = Callable[..., MemoryService[Any]]
 
 
 @pytest.fixture
 async def limited(socket_path: Path) -> AsyncIterator[Limited]:
-    servers: list[Server] = []
+    with ExitStack() as stack:
+        servers: list[Server] = []
 
-    def start(**limits: float) -> Server:
-        servers.append(Server(MemoryService(HostBackend(), device="cpu:0"), str(socket_path), **limits))
-        servers[-1].start()
-        return servers[-1]
+        def start(**limits: float) -> MemoryService[Any]:
+            service = MemoryService(HostBackend(), device="cpu:0", algorithm=digest, fail=pytest.fail)
+            stack.callback(service.close)
+            servers.append(Server(service, **limits))
+            servers[-1].start(stack.enter_context(SocketPath(str(socket_path))).listen())
+            service.server = servers[-1]  # type: ignore[attr-defined]
+            return service
 
-    yield start
-    for server in servers:
-        await server.close()
-        await server.close()
+        yield start
+        for server in servers:
+            await server.close()
+            await server.close()
 
 
-async def test_a_silent_client_is_hung_up_on(limited: Limited, socket_path: Path) -> None:
+@pytest.mark.parametrize("said", [b"", b"\x05", hello()[:-1]], ids=["nothing", "a byte", "all but a byte"])
+async def test_a_client_that_says_too_little_is_hung_up_on(limited: Limited, socket_path: Path, said: bytes) -> None:
     limited(hello_seconds=20 * MS)
 
     def silent() -> bool:
-        with raw(socket_path) as connection:
-            return hung_up(connection)
+        with Raw(socket_path) as connection, pidfds(1) as fds:
+            if said:
+                connection.send(said, fds)
+            return connection.hung_up()
 
     assert await asyncio.to_thread(silent)
+
+
+async def test_a_client_that_drips_its_hello_gets_no_more_time(limited: Limited, socket_path: Path) -> None:
+    limited(hello_seconds=50 * MS)
+
+    def dripping() -> int:
+        with Raw(socket_path) as connection:
+            for sent, byte in enumerate(hello()):
+                try:
+                    connection.send(bytes([byte]))
+                except BrokenPipeError:
+                    return sent
+                threading.Event().wait(2 * MS)
+        return len(hello())
+
+    assert len(hello()) * 2 * MS > 3 * 50 * MS
+    assert await asyncio.to_thread(dripping) < len(hello())
 
 
 async def test_a_client_that_does_not_read_its_reply_is_hung_up_on(limited: Limited, socket_path: Path) -> None:
@@ -286,25 +414,28 @@ async def test_a_client_that_does_not_read_its_reply_is_hung_up_on(limited: Limi
 
     def careless() -> None:
         with GmsClient.connect(socket_path, engine="w", instance="test") as writer:
-            writer.attach("weights/a", LeaseMode.RW).commit(bytes(protocol.MAX_MANIFEST))
-        with raw(socket_path) as connection:
-            greet(connection)
-            send(connection, protocol.encode(protocol.Attach(pool="weights/a", mode=LeaseMode.RO)))
-            with GmsClient.connect(socket_path, engine="b", instance="test") as other:
-                while other.status().pools[0].leases:
-                    pass
-            assert len(connection.recv(1 << 24, socket.MSG_WAITALL)) < protocol.MAX_MANIFEST
+            writer.attach("weights/a", LeaseMode.RW).commit(bytes(MAX_MANIFEST))
+        with (
+            Raw(socket_path).greet() as connection,
+            GmsClient.connect(socket_path, engine="b", instance="test") as other,
+        ):
+            connection.send(protocol.encode(protocol.Attach(pool="weights/a", mode=LeaseMode.RO)))
+            while not other.status().pools[0].leases:
+                pass
+            while other.status().pools[0].leases:  # the other is served all the while
+                pass
+            assert len(connection.socket.recv(1 << 24, socket.MSG_WAITALL)) < MAX_MANIFEST
 
     await asyncio.to_thread(careless)
 
 
-async def somebody_waits(server: Server) -> None:
-    while not any(pool.waiting for pool in server.status().pools):  # noqa: ASYNC110 - another thread's doing
+async def somebody_waits(service: MemoryService[Any]) -> None:
+    while not any(pool.waiting for pool in service.status().pools):  # noqa: ASYNC110 - another thread's doing
         await asyncio.sleep(0)
 
 
 async def test_closing_ends_sessions_that_wait(limited: Limited, socket_path: Path) -> None:
-    server = limited()
+    service = limited()
 
     def wait() -> str:
         with GmsClient.connect(socket_path, engine="b", instance="test") as client:
@@ -315,16 +446,16 @@ async def test_closing_ends_sessions_that_wait(limited: Limited, socket_path: Pa
         return "granted"
 
     waiting = asyncio.create_task(asyncio.to_thread(wait))
-    await somebody_waits(server)
-    await server.close()
+    await somebody_waits(service)
+    await service.server.close()  # type: ignore[attr-defined]
     assert await waiting == "service_gone"
 
 
 async def test_a_client_closed_by_another_thread_ends_its_call(limited: Limited, socket_path: Path) -> None:
-    server = limited()
+    service = limited()
     client = await asyncio.to_thread(GmsClient.connect, socket_path, engine="b", instance="test")
     waiting = asyncio.create_task(asyncio.to_thread(client.attach, "weights/a", LeaseMode.RO))
-    await somebody_waits(server)
+    await somebody_waits(service)
     await asyncio.to_thread(client.close)
     with pytest.raises(GmsError) as caught:
         await waiting
