@@ -74,7 +74,7 @@ class Custody:
 
     @property
     def lost(self) -> str | None:
-        """Why the pages are another holder's by now, or None. Cheap enough to be asked before each answer."""
+        """Why the pages must not be used any more, or None. Cheap enough to be asked before each answer."""
         return self._reason if self._phase is Phase.LOST else None
 
     def state(self) -> CustodyState:
@@ -223,7 +223,7 @@ class Custody:
 
     def _tell(self, phase: Phase, error: Exception) -> None:
         if phase is Phase.LOST:
-            log.error("%s: these pages are another holder's now, and this one must stop: %s", self.pool, error)
+            log.error("%s: these pages must not be used any more, and this engine must stop: %s", self.pool, error)
             return
         log.error(
             "%s: no memory service took the pages back (%s); this engine keeps them as a private copy, which no other "

@@ -1,7 +1,7 @@
 """How one holding of the service's pages stands, and what can become of it. Pure; `gms.custody` acts on it.
 
 HELD ──connection ends──► ADRIFT ──handed back──► HELD
-                             ├──a newer epoch has the pool──► LOST: stop serving, the pages are another's
+                             ├──a newer epoch has the pool, or their content is wrong──► LOST: stop serving
                              ├──refused, or nobody came──► PRIVATE: serve on, nobody else can use these pages
                              └── its owner is done, from any state ──► ENDED
 """
@@ -31,7 +31,8 @@ _NEXT: Final = {
     Phase.LOST: {Phase.ENDED},
     Phase.ENDED: frozenset[Phase](),
 }
-_TAKEN_OVER: Final = frozenset({ErrorCode.FENCED, ErrorCode.STALE_EPOCH})
+_NOT_TO_BE_USED: Final = frozenset({ErrorCode.FENCED, ErrorCode.STALE_EPOCH, ErrorCode.CORRUPT})
+"""The pages are another's to write, or are not what was committed: answers from them would be wrong."""
 
 
 class CustodyState(Struct, frozen=True, kw_only=True):
@@ -56,7 +57,7 @@ def after_failure(error: Exception, *, overdue: bool) -> Phase:
     """What a failed try to hand pages back makes of a holding that is ADRIFT: the same if it is to be tried again,
     which `overdue` ends."""
     if isinstance(error, GmsError):
-        if error.code in _TAKEN_OVER:
+        if error.code in _NOT_TO_BE_USED:
             return Phase.LOST
         if not error.retryable:
             return Phase.PRIVATE

@@ -44,7 +44,7 @@ class EngineDeadError(Exception):
 
 
 class MemoryLostError(EngineDeadError):
-    """The memory service gave this engine's KV pages to a newer epoch: it must not serve on (exit code 75)."""
+    """This engine's pages went to a newer epoch, or are not what was committed: it must not serve on (exit code 75)."""
 
 
 class EngineConfigError(Exception):

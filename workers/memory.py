@@ -114,7 +114,7 @@ class KvMemory:
 
     @property
     def lost(self) -> str | None:
-        """Why the pages are another engine's by now and this one must stop, or None."""
+        """Why the pages must not be used any more and this engine must stop, or None."""
         custody = self._custody
         return custody.lost if custody is not None else None
 

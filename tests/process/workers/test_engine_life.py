@@ -15,6 +15,7 @@ import httpx
 import msgspec
 import pytest
 
+from gms.journal import Journal
 from tests.support.processes import Process, gone, running, state_of, until, until_role
 from workers.contract import Role, WatchLine
 from workers.ports import PortReservation
@@ -274,6 +275,39 @@ def test_an_engine_leaves_in_order_though_the_memory_service_is_gone(pair: Pair)
     a.signal(signal.SIGTERM)
     assert a.wait() == 0
     assert "Traceback" not in a.output()
+
+
+def test_engines_whose_weights_are_not_what_was_committed_end_and_the_next_writes_them_anew(pair: Pair) -> None:
+    gms = pair.gms()
+    a, b = pair.engine("a", "--no-keeper"), pair.engine("b", "--no-keeper")
+    for name in pair.admin:
+        until_role(pair.admin[name], Role.ACTIVE if name == active(pair) else Role.STANDBY)
+    gms.signal(signal.SIGKILL)
+    gms.wait()
+    falsify_the_weights_digests(pair.run_dir / "pod-0" / "gms-cpu-0.sock.state")
+    pair.gms()
+    assert [a.wait(), b.wait()] == [75, 75]
+    assert "is not what was committed" in a.output() + b.output()
+    pair.engine("a")
+    until_role(pair.admin["a"], Role.ACTIVE)
+    assert pair.complete()
+
+
+def active(pair: Pair) -> str:
+    """The engine that serves, as soon as one does."""
+    return until(
+        lambda: next((n for n, p in pair.admin.items() if (s := state_of(p)) and s["role"] == Role.ACTIVE), None),
+        saying="one engine is active",
+    )
+
+
+def falsify_the_weights_digests(folder: Path) -> None:
+    """What memory that changed would look like: sealed pages cannot be changed, so the record of them is."""
+    journal = Journal(folder)
+    (record,) = [record for record in journal.load() if record.pool.startswith("weights/")]
+    (kept,) = record.allocations
+    wrong = msgspec.structs.replace(kept, digests=[bytes(len(digest)) for digest in kept.digests])
+    journal.save(msgspec.structs.replace(record, allocations=[wrong]))
 
 
 @pytest.mark.parametrize("limit", ["512KiB", "1536KiB"], ids=["weights", "kv"])

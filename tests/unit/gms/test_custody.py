@@ -180,8 +180,8 @@ def test_a_service_that_dies_during_the_hand_back_is_followed_by_another(keep: K
     assert custody.state().restored == 1
 
 
-@pytest.mark.parametrize("code", [ErrorCode.FENCED, ErrorCode.STALE_EPOCH])
-def test_what_a_newer_epoch_has_is_lost(keep: Keep, dial: Services, code: ErrorCode) -> None:
+@pytest.mark.parametrize("code", [ErrorCode.FENCED, ErrorCode.STALE_EPOCH, ErrorCode.CORRUPT])
+def test_what_must_not_be_used_any_more_is_lost(keep: Keep, dial: Services, code: ErrorCode) -> None:
     def refuse(_: FakeClient) -> None:
         raise GmsError(code, "epoch 8 has it")
 

@@ -66,7 +66,7 @@ class SimEngine:
 
     @property
     def dead(self) -> bool:
-        return self._scheduler.failure is not None or (self._kv is not None and self._kv.lost is not None)
+        return self._scheduler.failure is not None or self._lost is not None
 
     async def initialize(self) -> None:
         """Attach the weights and reserve the KV range; takes at least ``startup_seconds``."""
@@ -94,8 +94,8 @@ class SimEngine:
             raise EngineDeadError(str(self._scheduler.failure)) from self._scheduler.failure
         if self._loop_task is None:
             raise EngineDeadError("the engine was not initialized, or was shut down")
-        if self._kv is not None and self._kv.lost is not None:
-            raise MemoryLostError(self._kv.lost)
+        if (reason := self._lost) is not None:
+            raise MemoryLostError(reason)
 
     def kv_usage(self) -> float:
         """A request holds one slot of the KV pages from its prefill to its end."""
@@ -141,6 +141,10 @@ class SimEngine:
         if self._kv is None:
             raise RuntimeError("the engine was not initialized, or was shut down")
         return self._kv
+
+    @property
+    def _lost(self) -> str | None:
+        return self._weights.lost or (self._kv.lost if self._kv is not None else None)
 
     def _make_token(self, request: SimRequest) -> int:
         token = token_at(self._weights.words, request.digest, len(request.tokens))

@@ -106,6 +106,12 @@ class SimWeights:
         self.role = "writer" if writing else "reader"
         return lease, pages
 
+    @property
+    def lost(self) -> str | None:
+        """Why the weights must not be used any more, or None."""
+        custody = self._custody
+        return custody.lost if custody is not None else None
+
     def custody(self) -> tuple[CustodyState, ...]:
         """How the holding stands; empty while nothing is held."""
         custody = self._custody

@@ -60,7 +60,7 @@ class VllmEngine:
     def dead(self) -> bool:
         core, llm = self._core, self._llm
         ended = core is not None and llm is not None and (core.ended or bool(llm.errored))
-        return ended or (self._kv is not None and self._kv.lost is not None)
+        return ended or self._lost is not None
 
     async def initialize(self) -> None:
         """See ``Engine.initialize``; everything that blocks runs in threads."""
@@ -144,8 +144,8 @@ class VllmEngine:
         core.check()
         if self._llm is not None and self._llm.errored:
             raise EngineDeadError("vLLM's output handler ended")
-        if self._kv is not None and self._kv.lost is not None:
-            raise MemoryLostError(self._kv.lost)
+        if (reason := self._lost) is not None:
+            raise MemoryLostError(reason)
 
     def kv_usage(self) -> float:
         return self._core.kv_usage() if self._core is not None else 0.0
@@ -170,6 +170,11 @@ class VllmEngine:
             await core.stop()
         if llm is not None:
             llm.shutdown()
+
+    @property
+    def _lost(self) -> str | None:
+        holds = (self._weights, self._kv)
+        return next((hold.lost for hold in holds if hold is not None and hold.lost is not None), None)
 
     def _running_core(self) -> CoreThread:
         if self._core is None:

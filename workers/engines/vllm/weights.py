@@ -125,6 +125,12 @@ class WeightsMemory:
         start, end = self._range.address, self._range.address + self._range.size_bytes
         return start <= address and address + size_bytes <= end
 
+    @property
+    def lost(self) -> str | None:
+        """Why the weights must not be used any more, or None."""
+        custody = self._custody
+        return custody.lost if custody is not None else None
+
     def custody(self) -> tuple[CustodyState, ...]:
         """How the holding stands; empty before the pages are mapped for reading."""
         return () if self._custody is None else (self._custody.state(),)
