@@ -7,6 +7,7 @@
 #include "fake.h"
 
 #include <dirent.h>
+#include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
 #include <stdio.h>
@@ -121,8 +122,11 @@ API cuMemCreate(Handle *handle, size_t size, const AllocProp *prop, unsigned lon
         close(lock);
         return OUT_OF_MEMORY;
     }
-    snprintf(path, sizeof path, "%s/mem-%d-%d-%u", fake_state, physical, (int)getpid(), ++serial);
-    int fd = open(path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
+    int fd;
+    do { /* in containers every process may be number 1 */
+        snprintf(path, sizeof path, "%s/mem-%d-%d-%u", fake_state, physical, (int)getpid(), ++serial);
+        fd = open(path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
+    } while (fd < 0 && errno == EEXIST);
     int failed = fd < 0 || flock(fd, LOCK_SH) || ftruncate(fd, size);
     close(lock);
     if (failed) {
@@ -168,15 +172,16 @@ API cuMemExportToShareableHandle(void *out, Handle handle, int type, unsigned lo
 API cuMemImportFromShareableHandle(Handle *handle, void *descriptor, int type) {
     ENTER(1);
     NEED(handle && type == POSIX_FD, "import: from a POSIX file descriptor");
-    char link[64], path[PATH_MAX];
-    size_t prefix = strlen(fake_state);
-    int physical;
-    struct stat file;
+    char link[64], path[PATH_MAX], here[2 * PATH_MAX];
+    int physical = 0;
+    struct stat file, known;
     snprintf(link, sizeof link, "/proc/self/fd/%d", (int)(intptr_t)descriptor);
     ssize_t length = readlink(link, path, sizeof path - 1);
     path[length > 0 ? length : 0] = '\0';
-    if (length <= (ssize_t)prefix || strncmp(path, fake_state, prefix) ||
-        sscanf(path + prefix, "/mem-%d-", &physical) != 1) {
+    const char *name = strrchr(path, '/'); /* the rest of the path depends on the mount namespace that it was opened in */
+    snprintf(here, sizeof here, "%s%s", fake_state, name ? name : "");
+    if (!name || sscanf(name, "/mem-%d-", &physical) != 1 || fstat((int)(intptr_t)descriptor, &file) ||
+        stat(here, &known) || file.st_ino != known.st_ino || file.st_dev != known.st_dev) {
         fake_say("import of descriptor %d, which is no CUDA memory", (int)(intptr_t)descriptor);
         return INVALID_VALUE;
     }
