@@ -16,6 +16,9 @@ from gms.client import GmsClient, GmsError, PoolStatus
 from tests.process.gms.processes import Process, until
 from tests.support.fakecuda import UUID, FakeGpus
 
+Wrap = Callable[[list[str]], list[str]]
+"""Makes other arguments for Python of those that start a process."""
+
 
 @dataclass(frozen=True)
 class Device:
@@ -126,17 +129,25 @@ class Bench:
             self.service = self.start(*flags, **settings)
             self._stack = stack.pop_all()
 
-    def start(self, *flags: str, **settings: object) -> Process:
+    def start(self, *flags: str, wrap: Wrap = list, **settings: object) -> Process:
         """Another service on the same path, once the one before it is dead. It logs errors only: nobody reads it."""
-        arguments = ["-m", "gms", "--socket", str(self.path), "--device", self.device.name, *flags]
+        arguments = wrap(["-m", "gms", "--socket", str(self.path), "--device", self.device.name, *flags])
         environment = {"HOTSPARE_GMS_LOG_LEVEL": "error"} | self._environment("service", no_context=1, **settings)
         self.service = Process(arguments, environment, "stderr")
         self._services.append(self.service)
         self.connect("start").close()
         return self.service
 
-    def agent(self, engine: str = "a", *, pids: Sequence[int] = (), connect: bool = True, **settings: object) -> Agent:
-        arguments = ["-m", "tests.process.gms.agent", str(self.path), self.device.name, engine]
+    def agent(
+        self,
+        engine: str = "a",
+        *,
+        pids: Sequence[int] = (),
+        connect: bool = True,
+        wrap: Wrap = list,
+        **settings: object,
+    ) -> Agent:
+        arguments = wrap(["-m", "tests.process.gms.agent", str(self.path), self.device.name, engine])
         agent = Agent(Process(arguments, self._environment("agent", **settings)))
         self.agents.append(agent)
         if connect:
@@ -164,6 +175,9 @@ class Bench:
         until(look, f"{name} is as expected")
         return found[0]
 
+    def signal_service(self, number: signal.Signals) -> None:
+        self.service.signal(number)
+
     def end_agents(self) -> None:
         while self.agents:
             self.agents[-1].end()
@@ -173,7 +187,7 @@ class Bench:
         with self._stack:
             self.end_agents()
             if self.service.process.poll() is None:
-                self.service.signal(signal.SIGTERM)
+                self.signal_service(signal.SIGTERM)
                 assert self.service.wait() == 0, self.service.rest()
             if self.gpus is not None:
                 assert not self.gpus.complaints("service")
