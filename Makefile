@@ -2,11 +2,12 @@
 # ARGS goes to the program behind a target: make up ARGS="--pods 2", make test ARGS="-k drain".
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test up check test lock format clean
+.PHONY: help setup setup-test up check test gpu lock format clean
 SHELL := /bin/bash
 
 BIN := .venv/bin
 ARGS ?=
+PYTHON ?= python3
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -31,6 +32,11 @@ check: setup-test ## lint, types, layers and unit tests
 
 test: check ## everything that CI runs: check, then all other tests (ARGS: options of pytest)
 	$(BIN)/pytest tests --ignore=tests/unit --numprocesses 2 --no-loadscope-reorder --durations=15 $(ARGS)
+
+gpu: ## on a machine with a GPU: facts, failures and timings of the CUDA path, within 8 minutes (PYTHON=python3)
+# Such a machine may have no network: what is needed is Python 3.11 or later with pytest, msgspec and cuda-bindings, and
+# torch for a part of it. ARGS=--fake-driver runs it without a GPU.
+	$(PYTHON) -m pytest -c tests/gpu/pytest.ini tests/gpu $(ARGS)
 
 lock: setup-test ## re-create requirements/*.txt (ARGS=--upgrade: with the newest versions)
 	$(BIN)/python scripts/lock.py $(ARGS)
