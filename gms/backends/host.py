@@ -26,6 +26,12 @@ from gms.backends.base import ForeignPagesError, Hash, Identity, OutOfMemoryErro
 _NO_ROOM: Final = frozenset({errno.ENOMEM, errno.ENOSPC, errno.EFBIG, errno.EFAULT, errno.EMFILE, errno.ENFILE})
 """EFAULT is what populating gives where touching would be a SIGBUS: no page could be had."""
 
+SPARE_BYTES: Final = 8 * 1024 * 1024
+SPARE_SHARE: Final = 128
+"""What is left free: this much, and one byte for so many. The kernel counts page tables and the like too, a byte for
+200, in batches of its own; and the service must go on. A container that is filled to its limit is not told, but
+killed."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostPages:
@@ -48,13 +54,19 @@ class HostBackend:
             raise ValueError(f"chunks must be a multiple of {self.granularity} bytes, not {chunk_bytes}")
         self.device_id: Final = device_id
         self.chunk_bytes: Final = chunk_bytes
+        self._unfilled: dict[int, int] = {}  # descriptor -> bytes that were promised and are not taken yet
 
     def create(self, tag: str, size_bytes: int) -> HostPages:
         """Refuses what plainly is not there before a page is touched: filling up to the very end would leave the
         choice of a victim to the kernel."""
         left = available()
-        if size_bytes > left.size_bytes:
-            raise OutOfMemoryError(f"{left.where} has {left.size_bytes} bytes left")
+        promised = sum(self._unfilled.values())
+        needed = size_bytes + promised
+        if needed + needed // SPARE_SHARE + SPARE_BYTES > left.size_bytes:
+            raise OutOfMemoryError(
+                f"{left.where} has {left.size_bytes} bytes left, of which {promised} are promised and "
+                f"{needed // SPARE_SHARE + SPARE_BYTES} must stay free"
+            )
         try:
             fd = _memfd(f"gms:{tag}"[:200])
             try:
@@ -65,6 +77,7 @@ class HostBackend:
                 raise
         except OSError as error:
             raise _translated(error) from error
+        self._unfilled[fd] = size_bytes
         return HostPages(fd, size_bytes)
 
     def populate(self, pages: HostPages, offset: int, length: int) -> None:
@@ -82,6 +95,7 @@ class HostBackend:
                 libc.munmap(address, length)
         except OSError as error:
             raise _translated(error) from error
+        self._unfilled[pages.fd] -= length
 
     def freeze(self, pages: HostPages) -> None:
         if fcntl.fcntl(pages.fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_WRITE:
@@ -135,6 +149,7 @@ class HostBackend:
         return os.open(f"/proc/self/fd/{pages.fd}", os.O_RDONLY | os.O_CLOEXEC)
 
     def destroy(self, pages: HostPages) -> None:
+        self._unfilled.pop(pages.fd, None)
         os.close(pages.fd)
 
 
