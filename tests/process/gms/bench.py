@@ -115,7 +115,7 @@ class Agent:
 class Bench:
     """`settings` are the fake driver's in the service (see tests/support/fakecuda). Everything is gone after it."""
 
-    def __init__(self, device: Device, *flags: str, memory_bytes: int = 1 << 30, **settings: object) -> None:
+    def __init__(self, device: Device, *flags: str, memory_bytes: int = 1 << 30, **settings: Any) -> None:
         self.device = device
         self.agents: list[Agent] = []
         self.gpus: FakeGpus | None = None
