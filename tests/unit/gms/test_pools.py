@@ -226,6 +226,7 @@ def test_a_holder_whose_connection_broke_has_its_pages_again_before_a_waiter() -
     assert not arbiter.suspected(W)
     assert arbiter.pools[KV].may_return(N)
     assert arbiter.adopted(KV, N) == []
+    assert not arbiter.suspected(N)
     lease = arbiter.lease(N, KV)
     assert lease is not None
     assert lease.generation == 1
