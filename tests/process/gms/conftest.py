@@ -111,9 +111,12 @@ def eventually() -> Callable[[Callable[[], object], str], None]:
 @pytest.fixture(scope="module", params=["host", "cuda"])
 def device(request: pytest.FixtureRequest) -> Device:
     """What asks for it runs on both."""
-    if request.param == "host":
-        return benches.host()
-    return benches.cuda(built_once(request.getfixturevalue("tmp_path_factory")))
+    return benches.host() if request.param == "host" else request.getfixturevalue("gpu")
+
+
+@pytest.fixture(scope="session")
+def gpu(tmp_path_factory: pytest.TempPathFactory) -> Device:
+    return benches.cuda(built_once(tmp_path_factory))
 
 
 @pytest.fixture

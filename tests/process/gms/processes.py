@@ -50,6 +50,10 @@ class Process:
         line, _, self._buffer = self._buffer.partition(b"\n")
         return line.decode()
 
+    def said(self) -> bool:
+        """Whether there is something to be read."""
+        return bool(self._buffer or select.select([self._pipe], [], [], 0)[0])
+
     def expect(self, text: str) -> str:
         """Reads on to a line with the text."""
         while text not in (line := self.line()):

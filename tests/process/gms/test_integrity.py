@@ -18,11 +18,9 @@ import pytest
 from gms.client import GmsClient, GmsError, Lease, LeaseMode
 from gms.manifest import Manifest, Slot
 from gms.mapping import Reservation
-from tests.process.gms import bench as benches
-from tests.process.gms.bench import Agent, Bench
+from tests.process.gms.bench import Agent, Bench, Device
 from tests.process.gms.conftest import PRELUDE
 from tests.process.gms.processes import Process
-from tests.support.fakecuda import built_once
 
 pytestmark = pytest.mark.process
 
@@ -265,9 +263,8 @@ def test_after_all_that_the_checksums_match(reader: Reader) -> None:
 
 
 @pytest.fixture
-def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    device = benches.cuda(built_once(tmp_path_factory))
-    with Bench(device, "--chunk-size", str(device.unit)) as made:
+def bench(gpu: Device) -> Iterator[Bench]:
+    with Bench(gpu, "--chunk-size", str(gpu.unit)) as made:
         yield made
 
 

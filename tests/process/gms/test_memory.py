@@ -223,25 +223,24 @@ def metrics(text: str) -> dict[str, float]:
     return found
 
 
-def test_a_device_that_is_full_leaves_nothing_half_allocated(device: Device) -> None:
-    """No limit of ours: the driver, or the machine, says no, at the last chunk of several."""
-    if device.driver is None:
-        pytest.skip("how the host says no is tested with cgroups, below")
-    with Bench(device, "--chunk-size", str(device.unit), memory_bytes=4 * device.unit) as bench:
+def test_a_device_that_is_full_leaves_nothing_half_allocated(gpu: Device) -> None:
+    """No limit of ours: the driver says no, at the last chunk of several. How the host does, see cgroups below."""
+    unit = gpu.unit
+    with Bench(gpu, "--chunk-size", str(unit), memory_bytes=4 * unit) as bench:
         with bench.connect() as client:
             lease = client.attach("weights/a", LeaseMode.RW)
-            lease.allocate("small", device.unit).close()
+            lease.allocate("small", unit).close()
             client.status()
             before = bench.service.fds()
             with pytest.raises(GmsError, match="The device has no room") as caught:
-                lease.allocate("large", 4 * device.unit)
+                lease.allocate("large", 4 * unit)
             assert (caught.value.code, caught.value.retryable) == ("out_of_memory", True)
-            assert client.status().total_bytes == device.unit
+            assert client.status().total_bytes == unit
             until(lambda: bench.service.fds() == before, "its chunks are given back")
-            lease.allocate("large", 3 * device.unit).close()
+            lease.allocate("large", 3 * unit).close()
             b = bench.agent("b")
             b.do("attach", pool="weights/b", mode="rw")
-            b.ask("allocate", pool="weights/b", tag="w", size_bytes=device.unit, timeout_seconds=60)
+            b.ask("allocate", pool="weights/b", tag="w", size_bytes=unit, timeout_seconds=60)
             until(lambda: len(waits(bench)) == 1, "it waits")
             lease.release(quiesced=True)
         assert b.answer()["created"]
@@ -250,7 +249,7 @@ def test_a_device_that_is_full_leaves_nothing_half_allocated(device: Device) -> 
 @pytest.mark.parametrize("size_bytes", [1 << 40, 1 << 48])
 def test_a_size_that_no_machine_has(device: Device, size_bytes: int) -> None:
     """Refused before anything is touched."""
-    with Bench(device) as bench, bench.connect() as client:
+    with Bench(device, memory_bytes=64 << 20) as bench, bench.connect() as client:
         lease = client.attach("weights/a", LeaseMode.RW)
         started = time.monotonic()
         with pytest.raises(GmsError) as caught:
