@@ -6,77 +6,153 @@ from hypothesis import strategies as st
 
 from gms import allocations
 from gms.allocations import AllocationTable, Entry
-from gms.protocol import ErrorCode, GmsError
+from gms.protocol import MAX_ALLOCATION, AllocationInfo, ErrorCode, GmsError
 
 Table = AllocationTable[str]
+CHUNK = 16
 
 
-def test_reserved_counts_but_is_not_offered() -> None:
+def made(tag: str = "pages", size: int = 60, *, pool: str = "kv", generation: int = 1, owner: str = "a") -> Entry[str]:
+    return Entry(pool, generation, tag, size, CHUNK, owner)
+
+
+def reserved(table: Table, tag: str = "pages", size: int = 60, **where: object) -> Entry[str]:
+    entry = made(tag, size, **where)  # type: ignore[arg-type]
+    table.reserve(entry)
+    return entry
+
+
+def refused(table: Table, entry: Entry[str]) -> GmsError:
+    before = table.total_bytes
+    with pytest.raises(GmsError) as caught:
+        table.reserve(entry)
+    assert table.total_bytes == before
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("size", "sizes"), [(1, [1]), (16, [16]), (17, [16, 1]), (32, [16, 16]), (60, [16, 16, 16, 12])]
+)
+def test_an_allocation_is_made_of_chunks_and_the_last_may_be_smaller(size: int, sizes: list[int]) -> None:
+    entry = reserved(Table(), size=size)
+    assert [entry.chunk_size(index) for index in range(entry.chunks)] == sizes
+    assert entry.pages == [None] * len(sizes)
+
+
+def test_reserved_counts_but_is_not_offered_until_every_chunk_is_there() -> None:
     table = Table(100)
-    entry = table.reserve("kv", 1, "pages", 60, "engine a")
+    entry = made()
+    assert not entry.filled
+    table.reserve(entry)
+    for index in range(entry.chunks):
+        assert (entry.filled, table.info("kv", 1)) == (False, [])
+        entry.pages[index] = "page"
+    assert table.info("kv", 1) == [AllocationInfo("pages", 60, CHUNK)]
     assert table.total_bytes == 60
-    assert table.info("kv", 1) == []
-    entry.pages = "filled"
-    assert [info.tag for info in table.info("kv", 1)] == ["pages"]
 
 
 def test_a_cancelled_reservation_leaves_nothing() -> None:
     table = Table(100)
-    entry = table.reserve("kv", 1, "pages", 60, "engine a")
+    entry = reserved(table)
     assert table.cancel(entry)
     assert not table.cancel(entry)
     assert (table.total_bytes, table.generations()) == (0, [])
-    table.reserve("kv", 1, "pages", 100, "engine a")
+    other = reserved(table, size=100)
     assert not table.holds(entry)
+    assert not table.cancel(entry)
+    assert table.holds(other)
 
 
 def test_a_cancel_after_the_generation_went_does_not_count_twice() -> None:
     table = Table()
-    entry = table.reserve("kv", 1, "pages", 60, "engine a")
+    entry = reserved(table)
     assert table.drop("kv", 1) == [entry]
     assert not table.cancel(entry)
     assert table.total_bytes == 0
+    assert table.drop("kv", 1) == []
 
 
-def test_what_does_not_fit_is_refused_with_names() -> None:
+def test_what_does_not_fit_now_is_refused_with_names() -> None:
     table = Table(100)
-    table.reserve("kv", 1, "pages", 60, "engine a")
-    table.reserve("weights/x", 2, "w", 30, "engine b")
-    with pytest.raises(GmsError) as caught:
-        table.reserve("kv_index", 3, "index", 11, "engine b")
-    assert caught.value.code == ErrorCode.OUT_OF_MEMORY
-    assert "60 by kv of engine a, 30 by weights/x of engine b" in str(caught.value)
-    table.reserve("kv_index", 3, "index", 10, "engine b")
+    reserved(table)
+    reserved(table, "w", 30, pool="weights/x", generation=2, owner="b")
+    error = refused(table, made("index", 11, pool="kv_index", generation=3))
+    assert (error.code, error.retryable) == (ErrorCode.OUT_OF_MEMORY, True)
+    assert "60 by kv of a, 30 by weights/x of b" in str(error)
+    reserved(table, "index", 10, pool="kv_index", generation=3)
+
+
+def test_what_never_fits_is_not_worth_another_try() -> None:
+    error = refused(Table(100), made(size=101))
+    assert (error.code, error.retryable) == (ErrorCode.OUT_OF_MEMORY, False)
+    assert "the memory limit is 100" in str(error)
 
 
 @pytest.mark.parametrize(("size", "code"), [(60, ErrorCode.EXISTS), (61, ErrorCode.SIZE_MISMATCH)])
 def test_a_tag_is_one_allocation(size: int, code: str) -> None:
     table = Table()
-    table.reserve("kv", 1, "pages", 60, "engine a")
-    with pytest.raises(GmsError) as caught:
-        table.reserve("kv", 1, "pages", size, "engine a")
-    assert caught.value.code == code
-    table.reserve("kv", 2, "pages", size, "engine a")
+    reserved(table)
+    assert refused(table, made(size=size)).code == code
+    reserved(table, size=size, generation=2)
 
 
-def test_the_number_of_allocations_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(allocations, "MAX_ALLOCATIONS", 2)
+def test_the_number_of_chunks_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(allocations, "MAX_CHUNKS", 6)
     table = Table()
-    table.reserve("kv", 1, "a", 1, "engine a")
-    table.reserve("kv", 2, "b", 1, "engine a")
-    with pytest.raises(GmsError) as caught:
-        table.reserve("kv", 1, "c", 1, "engine a")
-    assert caught.value.code == ErrorCode.TOO_MANY
+    reserved(table, "a", 5 * CHUNK)
+    reserved(table, "b", 1, generation=2)
+    error = refused(table, made("c", 1))
+    assert error.code == ErrorCode.TOO_MANY
+    assert "--chunk-size" in str(error)
     table.drop("kv", 2)
-    table.reserve("kv", 1, "c", 1, "engine a")
+    reserved(table, "c", 1)
+
+
+def test_the_largest_request_costs_no_memory_before_it_is_refused() -> None:
+    entry = Entry[str]("kv", 1, "pages", MAX_ALLOCATION, 4096, "a")
+    assert refused(Table(), entry).code == ErrorCode.TOO_MANY
+    assert entry.pages == []
+
+
+def test_what_stood_before_a_restart_is_counted_whatever_the_limit() -> None:
+    table = Table(50)
+    entry = made()
+    table.restore(entry)
+    assert (table.total_bytes, table.high_water_bytes) == (60, 60)
+    assert not entry.filled
+    assert refused(table, made("more", 1)).retryable
+    table.drop("kv", 1)
+    reserved(table, "more", 50)
 
 
 def test_a_hand_over_changes_who_is_charged() -> None:
     table = Table()
-    table.reserve("kv", 1, "pages", 60, "engine a")
-    table.hand_over("kv", 1, "engine b")
-    assert table.bytes_by_owner() == {"engine b": 60}
-    assert table.bytes_by_pool() == {"kv": 60}
+    reserved(table)
+    reserved(table, "other", 5, generation=2)
+    table.hand_over("kv", 1, "b")
+    assert table.bytes_by_owner() == {"b": 60, "a": 5}
+    assert (table.bytes_in("kv"), table.bytes_of("kv", 1), table.bytes_of("kv", 2)) == (65, 60, 5)
+
+
+def test_high_water_marks_stay_where_they_were() -> None:
+    table = Table()
+    reserved(table)
+    reserved(table, "w", 30, pool="weights/x", generation=2)
+    table.drop("kv", 1)
+    reserved(table, "w2", 10, pool="weights/x", generation=2)
+    assert (table.total_bytes, table.high_water_bytes) == (40, 90)
+    assert (table.bytes_in("kv"), table.high_water_in("kv")) == (0, 60)
+    assert (table.bytes_in("weights/x"), table.high_water_in("weights/x")) == (40, 40)
+
+
+def test_the_names_of_weights_that_are_gone_do_not_pile_up() -> None:
+    table = Table()
+    for number in range(100):
+        reserved(table, pool=f"weights/{number}", generation=number)
+        table.drop(f"weights/{number}", number)
+    assert not table._by_pool
+    assert not table._high_by_pool
+    assert table.high_water_in("weights/1") == 0
 
 
 def test_a_manifest_goes_with_its_generation() -> None:
@@ -89,7 +165,7 @@ def test_a_manifest_goes_with_its_generation() -> None:
 
 @given(st.lists(st.tuples(st.sampled_from("rcd"), st.integers(1, 2), st.sampled_from("ab"), st.integers(1, 50))))
 def test_the_books_balance(steps: list[tuple[str, int, str, int]]) -> None:
-    table, alive = Table(100), dict[tuple[int, str], Entry[str]]()
+    table, alive, highest = Table(100), dict[tuple[int, str], Entry[str]](), 0
     for what, generation, tag, size in steps:
         key = (generation, tag)
         if what == "d":
@@ -99,11 +175,14 @@ def test_the_books_balance(steps: list[tuple[str, int, str, int]]) -> None:
         elif what == "c" and key in alive:
             assert table.cancel(alive.pop(key))
         elif what == "r" and key not in alive:
-            fits = sum(entry.size_bytes for entry in alive.values()) + size <= 100
-            if fits:
-                alive[key] = table.reserve("kv", generation, tag, size, "engine a")
+            entry = made(tag, size, generation=generation)
+            if sum(entry.size_bytes for entry in alive.values()) + size <= 100:
+                table.reserve(entry)
+                alive[key] = entry
             else:
-                with pytest.raises(GmsError):
-                    table.reserve("kv", generation, tag, size, "engine a")
-        assert table.total_bytes == sum(entry.size_bytes for entry in alive.values())
-        assert table.bytes_by_pool().total() == table.total_bytes
+                assert refused(table, entry).code == ErrorCode.OUT_OF_MEMORY
+        total = sum(entry.size_bytes for entry in alive.values())
+        highest = max(highest, total)
+        assert table.total_bytes == table.bytes_in("kv") == table.bytes_by_owner().total() == total
+        assert table.high_water_bytes == table.high_water_in("kv") == highest
+        assert table._chunks == sum(entry.chunks for entry in alive.values())
