@@ -166,10 +166,15 @@ class MemoryService(Generic[P]):
             evict=self._evict,
             wanted=lambda: self._arbiter.lease(client.id, message.pool) == lease,
         )
+        try:
+            shared = self._shared(entry, 0, writable=True, created=True)
+        except OSError:  # no descriptors left: for its client it was never there, and must not be found to exist
+            self._store.discard(entry)
+            raise
         self._ledger.record(message.pool)
         if self._observer is not None:
             self._observer.allocated(message.pool, size, self._loop.time() - started)
-        return self._shared(entry, 0, writable=True, created=True)
+        return shared
 
     def export(self, client: Client, message: protocol.Export) -> tuple[protocol.Pages, list[int]]:
         lease = self._lease(client, message.pool)

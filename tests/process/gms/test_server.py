@@ -268,6 +268,9 @@ def test_a_service_that_has_no_descriptors_left(service: Process, client: GmsCli
         GmsClient.connect(socket_path, engine="c", instance="test")
     assert caught.value.code == "bad_fds"
     until(lambda: service.fds() == descriptors, "the one that was refused is gone")
+    with pytest.raises(GmsError, match="Too many open files"):  # enough for the pages, and none to send
+        lease.allocate("x", 4096)
+    until(lambda: service.fds() == descriptors, "nothing is left of them")
     free_descriptors(service, 0)
     with pytest.raises(GmsError, match="Too many open files") as caught:
         lease.allocate("x", 4096)
