@@ -116,6 +116,9 @@ class Server:
             log.warning("a connection is ended: its client was silent, or did not read its reply")
         except OSError as error:
             log.debug("a connection is gone: %s", error)
+        except Exception:
+            log.exception("a connection is ended by a mistake of this service")
+            channel.send_now(_failure(GmsError(ErrorCode.INTERNAL, "The memory service made a mistake; see its log.")))
         finally:
             channel.close()
             if session is not None:

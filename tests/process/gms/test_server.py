@@ -432,6 +432,29 @@ async def test_a_client_that_does_not_read_its_reply_is_hung_up_on(limited: Limi
     await asyncio.to_thread(careless)
 
 
+async def test_a_mistake_of_the_service_ends_one_connection_and_is_logged(
+    limited: Limited, socket_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(client: object, request: protocol.Release) -> protocol.Done:
+        raise ValueError("no such thing")
+
+    service = limited()
+    monkeypatch.setattr(service, "release", broken)
+
+    def two() -> None:
+        with (
+            GmsClient.connect(socket_path, engine="a", instance="test") as client,
+            Raw(socket_path).greet() as connection,
+        ):
+            connection.send(protocol.encode(protocol.Release(pool="kv")))
+            assert connection.last_word().code == "internal"
+            while client.status().clients > 1:
+                pass
+
+    await asyncio.to_thread(two)
+    assert "ValueError: no such thing" in caplog.text
+
+
 async def somebody_waits(service: MemoryService[Any]) -> None:
     while not any(pool.waiting for pool in service.status().pools):  # noqa: ASYNC110 - another thread's doing
         await asyncio.sleep(0)
