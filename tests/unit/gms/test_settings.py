@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+from collections.abc import Iterator
 
 import pytest
 from pydantic import ValidationError
@@ -13,10 +15,12 @@ from workers.settings import EngineSettings
 
 
 @pytest.fixture(autouse=True)
-def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in list(os.environ):
         if name.startswith("HOTSPARE_"):
             monkeypatch.delenv(name)
+    yield
+    gc.enable()  # which `main` turns off while it starts
 
 
 @pytest.mark.parametrize(
@@ -61,3 +65,50 @@ def test_a_pod_is_no_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOTSPARE_POD", "../p")
     with pytest.raises(ValidationError):
         GmsSettings()
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "read"),
+    [
+        ("memory_limit", "512MiB", 512 << 20),
+        ("memory_limit", "4096", 4096),
+        ("chunk_size", "1GiB", 1 << 30),
+        ("adopt_timeout_seconds", "0", 0.0),
+        ("adopt_timeout_seconds", "2.5", 2.5),
+        ("metrics_port", "9400", 9400),
+    ],
+)
+def test_sizes_and_times_are_read_from_the_environment(
+    monkeypatch: pytest.MonkeyPatch, field: str, value: str, read: float
+) -> None:
+    monkeypatch.setenv(f"HOTSPARE_GMS_{field.upper()}", value)
+    assert getattr(GmsSettings(), field) == read
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("memory_limit", "0"),
+        ("memory_limit", "-1"),
+        ("memory_limit", "plenty"),
+        ("chunk_size", "0"),
+        ("adopt_timeout_seconds", "-1"),
+        ("adopt_timeout_seconds", "86401"),
+        ("adopt_timeout_seconds", "soon"),
+        ("metrics_port", "65536"),
+    ],
+)
+def test_a_bad_value_is_refused_with_the_names_it_could_have_come_by(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], field: str, value: str
+) -> None:
+    monkeypatch.setenv(f"HOTSPARE_GMS_{field.upper()}", value)
+    monkeypatch.setattr("sys.argv", ["gms", "--socket", "/s"])
+    assert main() == 2
+    named = f"gms: HOTSPARE_GMS_{field.upper()} or --{field.replace('_', '-')}: "
+    assert capsys.readouterr().err.startswith(named)
+
+
+def test_a_flag_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOTSPARE_GMS_ADOPT_TIMEOUT_SECONDS", "7")
+    assert GmsSettings().adopt_timeout_seconds == 7
+    assert GmsSettings(adopt_timeout_seconds=3).adopt_timeout_seconds == 3
