@@ -24,10 +24,10 @@ class Raw:
 
     def __init__(self, path: Path) -> None:
         self.socket = socket.socket(socket.AF_UNIX)
-        self.socket.settimeout(DEADLINE_SECONDS)
         self._decoder = protocol.FrameDecoder()
         try:
-            self.socket.connect(str(path))
+            self.socket.connect(str(path))  # with a timeout it would not wait for a place in the backlog
+            self.socket.settimeout(DEADLINE_SECONDS)
         except BaseException:
             self.socket.close()
             raise

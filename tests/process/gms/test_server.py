@@ -412,6 +412,27 @@ async def test_a_client_that_drips_its_hello_gets_no_more_time(limited: Limited,
     assert await asyncio.to_thread(dripping) < len(hello())
 
 
+async def test_a_flood_of_silent_connections_passes(limited: Limited, socket_path: Path) -> None:
+    """It takes every place for as long as a hello may take, and no longer; who is in is served all the while."""
+    limited(hello_seconds=300 * MS)
+
+    def flood() -> None:
+        with ExitStack() as stack:
+            client = stack.enter_context(GmsClient.connect(socket_path, engine="in", instance="test"))
+            silent = [stack.enter_context(Raw(socket_path)) for _ in range(MAX_CLIENTS + 10)]
+            with pytest.raises(GmsError) as caught:
+                GmsClient.connect(socket_path, engine="out", instance="test")
+            assert (caught.value.code, caught.value.retryable) == ("too_many", True)
+            assert client.status().clients == 1
+            for connection in silent:
+                while not connection.hung_up():  # those beyond the last place are told why
+                    pass
+            stack.enter_context(GmsClient.connect(socket_path, engine="late", instance="test"))
+            assert client.status().clients == 2
+
+    await asyncio.to_thread(flood)
+
+
 async def test_a_client_that_does_not_read_its_reply_is_hung_up_on(limited: Limited, socket_path: Path) -> None:
     limited(send_seconds=50 * MS)
 
