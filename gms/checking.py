@@ -51,14 +51,15 @@ class Checker(Generic[P]):
 
     async def fault(self, entry: Entry[P], word: Digests) -> str | None:
         """What is wrong with an entry, by the name of the first tensor; None if it is what was committed. Raises
-        GmsError(invalid) if the digests are due from a client and are missing."""
+        GmsError(invalid) if the digests are due from a client and are not all there."""
         manifest = self._table.manifest(entry.pool, entry.generation)
         if self.reads:
             return _difference(entry, await self._hash(entry, manifest), manifest)
-        if entry.tag not in word:
+        due, came = len(entry.digests), len(word.get(entry.tag, []))
+        if due != came:
             raise GmsError(
                 ErrorCode.INVALID,
-                f"This service cannot read its device: a reader must send its digests of {entry.tag!r}.",
+                f"This service cannot read its device: a reader must send its {due} digests of {entry.tag!r}, {came} came.",
             )
         return _difference(entry, word[entry.tag], manifest)
 

@@ -14,10 +14,10 @@ from gms.allocations import AllocationTable, Entry
 from gms.backends.base import DeviceError, OutOfMemoryError, StillMappedError
 from gms.events import EventLog
 from gms.integrity import pieces
-from gms.manifest import Manifest, Slot
 from gms.protocol import ErrorCode, GmsError
 from gms.store import PageStore
 from tests.unit.gms.memory_backend import CHUNK, SLICE, Chunk, FileBackend, descriptors, plain, turns
+from tests.unit.gms.service_bench import manifest
 
 LIMIT = 6 * CHUNK
 
@@ -358,19 +358,11 @@ async def test_memory_that_cannot_be_given_back_is_logged(bench: Bench, caplog: 
 # --- digests
 
 
-def manifest(*offsets: int, size: int, tag: str = "p") -> bytes:
-    slots = {
-        f"t{offset}": Slot(offset=offset, size_bytes=16, shape=(4,), stride=(1,), storage_offset=0, dtype="float32")
-        for offset in offsets
-    }
-    return Manifest(tag=tag, size_bytes=size, parameters=slots, buffers={}, aliases={}).encode()
-
-
 async def test_digests_are_of_the_pieces_in_their_order(bench: Bench) -> None:
     entry = await bench.allocate(bench.entry(2 * CHUNK + 16))
     for number, chunk in enumerate(bench.backend.alive):
         chunk.write(bytes(range(number * 50, number * 50 + chunk.size_bytes)))
-    described = manifest(16, 48, 96, size=entry.size_bytes)
+    described = manifest(16, 48, 96, size=entry.size_bytes, tag="p")
     found = await bench.store.digests(entry, described)
     whole = b"".join(os.pread(chunk.fd, chunk.size_bytes, 0) for chunk in bench.backend.alive)
     wanted = pieces(entry.size_bytes, CHUNK, described, "p")
@@ -381,7 +373,7 @@ async def test_digests_are_of_the_pieces_in_their_order(bench: Bench) -> None:
 async def test_others_get_their_turn_between_batches_and_small_pieces_share_one(bench: Bench) -> None:
     entry = await bench.allocate(bench.entry(2 * CHUNK))
     held = bench.backend.hold("digest")
-    hashing = asyncio.create_task(bench.store.digests(entry, manifest(0, 16, 32, 48, size=2 * CHUNK)))
+    hashing = asyncio.create_task(bench.store.digests(entry, manifest(0, 16, 32, 48, size=2 * CHUNK, tag="p")))
     await held.reached()
     other = bench.start(bench.entry(16, "q"))
     await turns()
