@@ -55,13 +55,14 @@ class Checker(Generic[P]):
         manifest = self._table.manifest(entry.pool, entry.generation)
         if self.reads:
             return _difference(entry, await self._hash(entry, manifest), manifest)
-        due, came = len(entry.digests), len(word.get(entry.tag, []))
-        if due != came:
+        given = word.get(entry.tag, [])
+        if len(given) != len(entry.digests):
             raise GmsError(
                 ErrorCode.INVALID,
-                f"This service cannot read its device: a reader must send its {due} digests of {entry.tag!r}, {came} came.",
+                f"This service cannot read its device: a reader must send its {len(entry.digests)} digests of "
+                f"{entry.tag!r}, {len(given)} came.",
             )
-        return _difference(entry, word[entry.tag], manifest)
+        return _difference(entry, given, manifest)
 
     async def _hash(self, entry: Entry[P], manifest: bytes) -> list[bytes]:
         started = time.monotonic()
