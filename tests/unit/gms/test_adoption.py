@@ -128,6 +128,40 @@ async def test_two_who_hand_back_at_once_share_one_hash(world: World) -> None:
     assert [outcome[2] for outcome in life.seen.heard if outcome[0] == "handed_back"] == ["taken", "taken"]
 
 
+async def test_one_that_goes_does_not_end_the_others_wait(world: World) -> None:
+    _, a, b = await serving_weights(world)
+    life = world.restart(a, b)
+    held = life.backend.hold("digest")
+    first, second = (asyncio.create_task(engine.hand_back(WEIGHTS)) for engine in (a, b))
+    await held.reached()
+    await turns()
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    held.release()
+    assert (await second).generation == 1
+
+
+async def test_what_is_being_hashed_is_not_given_up_although_nobody_lives(world: World) -> None:
+    _, a, b = await serving_weights(world)
+    b.close()
+    life = world.restart(a)
+    held = life.backend.hold("digest")
+    handing = asyncio.create_task(a.hand_back(WEIGHTS))
+    await held.reached()
+    handing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await handing
+    a.die()
+    adopter = life.service._adopter
+    assert adopter is not None
+    adopter._deadline -= 100
+    adopter._look()
+    assert life.state(WEIGHTS) == "ADOPTING"
+    held.release()
+    await life.until(WEIGHTS, "COMMITTED")
+
+
 async def test_halves_from_two_readers_make_a_whole(world: World) -> None:
     _, a, b = await serving_weights(world)
     life = world.restart(a, b)
@@ -434,6 +468,27 @@ async def test_a_holder_that_comes_after_the_newer_epochs_patience_is_fenced(wor
     assert (await refused(a.hand_back("kv"))).code == ErrorCode.FENCED
     assert (await refused(a.attach("kv", epoch=5))).code == ErrorCode.STALE_EPOCH
     assert life.service.status().total_bytes == 0
+
+
+async def test_a_newer_epochs_patience_may_end_in_the_middle_of_a_hand_back(world: World) -> None:
+    _, a = await serving_kv(world)
+    life = world.restart(a)
+    held = life.backend.hold("adopt", 2)
+    handing = asyncio.create_task(a.hand_back("kv"))
+    await held.reached()
+    granted = await world.engine("b").attach("kv", epoch=6, seconds=0.0)
+    assert granted.fresh
+    held.release()
+    assert (await refused(handing)).code == ErrorCode.FENCED
+    await life.settle()
+    assert life.backend.alive == []
+
+
+async def test_pages_that_were_handed_back_are_their_holders_own(world: World) -> None:
+    _, a = await serving_kv(world)
+    world.restart(a)
+    await a.hand_back("kv")
+    assert (await refused(a.allocate("kv", size=CHUNK))).code == ErrorCode.SIZE_MISMATCH
 
 
 async def test_the_fence_outlives_pages_and_holders(world: World) -> None:

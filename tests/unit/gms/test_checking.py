@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from gms import protocol
+from gms.journal import Journal
 from gms.protocol import Digests, ErrorCode, GmsError
 from tests.unit.gms.memory_backend import CHUNK, descriptors, turns
 from tests.unit.gms.service_bench import RO, WEIGHTS, Engine, Life, manifest
@@ -16,10 +17,15 @@ from tests.unit.gms.service_bench import RO, WEIGHTS, Engine, Life, manifest
 SIZE = 2 * CHUNK
 
 
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "state"
+
+
 @pytest.fixture(params=[True, False], ids=["readable", "unreadable"])
-async def life(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Life]:
+async def life(request: pytest.FixtureRequest, folder: Path) -> AsyncIterator[Life]:
     before = descriptors()
-    life = Life(tmp_path / "state", readable=request.param)
+    life = Life(folder, readable=request.param)
     yield life
     life.end()
     assert descriptors() == before
@@ -69,7 +75,7 @@ async def test_what_has_not_changed_is_verified(life: Life, a: Engine, b: Engine
     ("at", "named"), [(0, "t0"), (47, "t32"), (48, "t48"), (63, "t48"), (CHUNK, "t64"), (127, "t64")]
 )
 async def test_a_changed_byte_is_called_by_its_tensor_and_withdraws_the_pool(
-    life: Life, a: Engine, b: Engine, at: int, named: str
+    life: Life, a: Engine, b: Engine, folder: Path, at: int, named: str
 ) -> None:
     await a.load(0, 32, 48, CHUNK)
     await b.read()
@@ -78,6 +84,7 @@ async def test_a_changed_byte_is_called_by_its_tensor_and_withdraws_the_pool(
     assert (error.code, error.retryable) == (ErrorCode.CORRUPT, False)
     assert f"the content of tensor '{named}' is not what was committed" in str(error)
     assert named in life.service.status().pools[0].corrupt
+    assert Journal(folder).load() == []  # a next service must not want it back
     assert "corrupt" in await life.kinds()
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from gms import protocol
 from gms.backends.base import DeviceError, OutOfMemoryError, StillMappedError
+from gms.journal import Journal
 from gms.protocol import MAX_FDS, ErrorCode, GmsError
 from tests.unit.gms.memory_backend import CHUNK, SLICE, descriptors, turns
 from tests.unit.gms.service_bench import ANY, RO, RW, WEIGHTS, Engine, Life, manifest
@@ -325,16 +326,24 @@ async def test_a_wait_that_is_over_leaves_nothing_in_the_queue(life: Life, a: En
         await b.attach(WEIGHTS, RO, seconds=0.01)
     assert (code(caught), caught.value.retryable) == (ErrorCode.TIMEOUT, True)
     assert life.service.status().pools[0].waiting == 0
+    assert life.service._waiting == {}
     assert ("refused", ErrorCode.TIMEOUT) in life.seen.heard
     assert "waits for weights/x as ro" in (await life.said("waiting"))[0]
 
 
-async def test_a_client_that_leaves_while_it_waits_is_granted_nothing(life: Life, a: Engine, b: Engine) -> None:
+@pytest.mark.parametrize("first", ["grant", "end"])
+async def test_a_client_that_leaves_while_it_waits_is_granted_nothing(
+    life: Life, a: Engine, b: Engine, first: str
+) -> None:
     await a.attach(WEIGHTS)
     waiting = asyncio.create_task(b.attach(WEIGHTS, RW))
     await turns()
-    a.release(WEIGHTS, quiesced=True)  # the grant is on its way when the client goes
-    waiting.cancel()
+    if first == "grant":
+        a.release(WEIGHTS, quiesced=True)
+        waiting.cancel()
+    else:
+        waiting.cancel()
+        a.release(WEIGHTS, quiesced=True)
     with pytest.raises(asyncio.CancelledError):
         await waiting
     assert not b.hang_up()
@@ -356,7 +365,7 @@ async def test_waiters_are_served_when_their_turn_comes_and_deadlines_follow_one
 
 
 async def test_a_process_on_a_new_connection_has_its_pages_again_and_the_old_one_is_forgotten(
-    life: Life, a: Engine, tmp_path: Path
+    life: Life, a: Engine
 ) -> None:
     await a.attach("kv", epoch=1)
     await a.allocate("kv")
@@ -371,6 +380,30 @@ async def test_a_process_on_a_new_connection_has_its_pages_again_and_the_old_one
     assert len(life.service._ledger._leases) == 1
     a.die()
     assert life.state("kv") == "COMMITTED"
+
+
+async def test_nothing_of_a_process_is_kept_whichever_of_its_connections_is_gone_last(life: Life, a: Engine) -> None:
+    await a.attach(WEIGHTS)
+    await a.allocate(WEIGHTS)
+    first = a.client.id
+    assert a.hang_up()
+    a.connect(life)
+    await a.attach(WEIGHTS)
+    a.die()
+    assert life.state(WEIGHTS) == "EMPTY"
+    assert not life.service.leave(first, proof=True)
+    assert life.service.status().clients == 0
+    assert life.service._ledger._leases == {}
+
+
+async def test_what_a_deadline_decides_is_written_down_at_once(
+    life: Life, a: Engine, b: Engine, tmp_path: Path
+) -> None:
+    await a.attach("kv", epoch=1)
+    await a.allocate("kv")
+    await b.attach("kv", epoch=2, seconds=0.01)
+    (found,) = Journal(tmp_path / "state").load()
+    assert (found.generation, found.lease_epoch, found.fence) == (2, 2, 2)
 
 
 async def test_a_process_without_one_of_its_ranks_proves_nothing(life: Life, b: Engine) -> None:

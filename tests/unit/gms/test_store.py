@@ -264,6 +264,7 @@ async def test_what_never_fits_neither_waits_nor_evicts(bench: Bench) -> None:
     with pytest.raises(GmsError) as caught:
         await bench.allocate(bench.entry(LIMIT + 16), seconds=10.0, evict=lambda: pytest.fail("evicted for nothing"))
     assert (caught.value.code, caught.value.retryable) == (ErrorCode.OUT_OF_MEMORY, False)
+    assert bench.events.last == 0
 
 
 async def test_what_nobody_uses_goes_first_and_one_at_a_time(bench: Bench) -> None:
@@ -314,6 +315,20 @@ async def test_a_holder_that_is_fenced_while_it_waits_stops_waiting(bench: Bench
         await waiting
     assert caught.value.code == ErrorCode.FENCED
     await bench.nothing_is_left()
+
+
+async def test_a_holder_that_is_fenced_while_it_waits_in_vain_is_told_at_once(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "RETRY_SECONDS", 0.01)
+    await bench.allocate(bench.entry(LIMIT, "held"))
+    holder = [True]
+    waiting = asyncio.create_task(bench.allocate(bench.entry(CHUNK), seconds=10.0, wanted=lambda: bool(holder)))
+    await turns()
+    holder.clear()
+    with pytest.raises(GmsError) as caught:
+        await waiting
+    assert caught.value.code == ErrorCode.FENCED
 
 
 # --- a device that fails
@@ -393,7 +408,7 @@ async def test_pages_that_go_while_they_are_hashed_are_destroyed_behind_it(bench
     await held.reached()
     bench.store.drop("kv", 1)
     held.release()
-    with pytest.raises(GmsError) as caught:
+    with pytest.raises(GmsError, match="'p' of kv was given back meanwhile") as caught:
         await hashing
     assert caught.value.code == ErrorCode.NOT_FOUND
     await bench.nothing_is_left()
