@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 from typing import Final, Generic, TypeVar
 
 from gms.allocations import AllocationTable, Entry
-from gms.arbiter import Arbiter, staged
+from gms.arbiter import staged
 from gms.checking import Checker
 from gms.events import EventLog
 from gms.journal import Journal, PoolRecord
-from gms.leases import Action, Pool
+from gms.leases import Pool, fenced
+from gms.leasing import Leasing
 from gms.protocol import Adopt, ErrorCode, GmsError, LeaseMode
-from gms.store import PageStore, fenced
+from gms.store import PageStore
 
 LOOK_SECONDS: Final = 0.05
 """How often it is asked whether holders of ADOPTING pools live: a lock file does not announce its freeing."""
@@ -29,29 +29,26 @@ P = TypeVar("P")
 
 
 class Adopter(Generic[P]):
-    """`apply` performs what the arbiter decides; `condemn` withdraws what turned out to be changed."""
+    """One service's, for the pools of the journal that it found."""
 
     def __init__(
         self,
         *,
-        arbiter: Arbiter,
+        leasing: Leasing[P],
         table: AllocationTable[P],
         store: PageStore[P],
         checker: Checker[P],
         journal: Journal,
         events: EventLog,
-        apply: Callable[[list[Action]], None],
-        condemn: Callable[[str, str], None],
         seconds: float,
     ) -> None:
-        self._arbiter = arbiter
+        self._leasing = leasing
+        self._arbiter = leasing.arbiter
         self._table = table
         self._store = store
         self._checker = checker
         self._journal = journal
         self._events = events
-        self._apply = apply
-        self._condemn = condemn
         self._loop = asyncio.get_running_loop()
         self._seconds = seconds
         self._deadline = self._loop.time() + seconds
@@ -92,7 +89,7 @@ class Adopter(Generic[P]):
             return
         if not staged(message.pool):
             self._complete(message)
-            self._apply(self._arbiter.adopted(message.pool, client))
+            self._leasing.apply(self._arbiter.adopted(message.pool, client))
         elif pool.adopting:
             await self._all_back(message)
         if staged(message.pool):
@@ -199,9 +196,9 @@ class Adopter(Generic[P]):
         if self._checker.reads:
             for entry in self._table.entries(pool, generation):
                 if (wrong := await self._checker.fault(entry, {})) is not None:
-                    self._condemn(pool, wrong)
+                    self._leasing.condemn(pool, wrong)
                     return
-        self._apply(self._arbiter.adopted(pool, 0))
+        self._leasing.apply(self._arbiter.adopted(pool, 0))
         size = self._table.bytes_of(pool, generation)
         how = "checksums match" if self._checker.reads else "its clients attest to its content"
         self._events.emit("adopted", f"{pool}, generation {generation}: {size} bytes are taken back, {how}", pool=pool)
@@ -233,7 +230,7 @@ class Adopter(Generic[P]):
     def _give_up(self, pool: str, reason: str) -> None:
         self._given_up[pool] = reason
         self._events.emit("given_up", f"{pool} starts empty: {reason}", pool=pool, level=logging.WARNING)
-        self._apply(self._arbiter.settle(pool))
+        self._leasing.apply(self._arbiter.settle(pool))
         self._release_waiting(pool)
 
 

@@ -1,15 +1,16 @@
 """Who may read or write which pool (docs/adr/0003). Pure: asked with a Request, it answers with actions.
 
-The rules of each kind of pool stand in `pools`; here is what holds for all of them together.
+The rules of each kind of pool stand in `staged_pool` and `epoch_pool`; here is what holds for all of them together.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
+from gms.epoch_pool import EpochPool
 from gms.leases import Action, Generations, Held, Pool, Refuse, Request
-from gms.pools import EpochPool, StagedPool
 from gms.protocol import ErrorCode
+from gms.staged_pool import StagedPool
 
 MAX_POOLS: Final = 64
 

@@ -41,7 +41,7 @@ class AllocationRecord(Struct, frozen=True, kw_only=True):
 
 
 class PoolRecord(Struct, frozen=True, kw_only=True):
-    """`generation` 0: the pool had no pages, only epochs (`fence`, `lease_epoch`: see `gms.pools.EpochPool`).
+    """`generation` 0: the pool had no pages, only epochs (`fence`, `lease_epoch`: see `gms.epoch_pool.EpochPool`).
     `highest_generation` is that of all pools when this was written."""
 
     device_id: str

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from gms.protocol import ErrorCode, LeaseMode
+from gms.protocol import ErrorCode, GmsError, LeaseMode
 
 
 class PoolState(StrEnum):
@@ -157,3 +157,13 @@ class Pool(Protocol):
         ...
 
     def fenced(self, client: int) -> bool: ...
+
+
+def already_attached(request: Request) -> Refuse:
+    message = f"This connection holds {request.pool} already; release it first, or use the lease it has."
+    return Refuse(request, ErrorCode.ALREADY_ATTACHED, message)
+
+
+def fenced(pool: str) -> GmsError:
+    message = f"A newer epoch took {pool} over; this engine must stop serving and touch its pages no more."
+    return GmsError(ErrorCode.FENCED, message)

@@ -3,33 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TypeVar
 
 from gms.allocations import AllocationTable
 from gms.arbiter import Arbiter, staged
+from gms.clients import Client
 from gms.leases import Pool, Request
 from gms.protocol import LeaseInfo, LeaseMode, PoolStatus
 
 P = TypeVar("P")
-
-
-@dataclass(frozen=True, slots=True)
-class Client:
-    """Who is behind a connection, as it introduced itself. `pid` as seen from here, None if in another namespace;
-    `processes` are those whose end it stands for, its own and its ranks', each the same for all connections; empty
-    where the kernel cannot tell."""
-
-    id: int
-    kind: str
-    engine: str
-    instance: str
-    pid: int | None
-    processes: frozenset[tuple[str, int]] = frozenset()
-
-    @property
-    def label(self) -> str:
-        return f"{self.kind} {self.engine}" + (f" (pid {self.pid})" if self.pid else "")
 
 
 def pools(

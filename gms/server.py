@@ -18,8 +18,8 @@ from typing import Any, Final, cast
 
 from gms import fdpass, protocol
 from gms.channel import SEND_SECONDS, Channel
+from gms.clients import Client
 from gms.protocol import ErrorCode, GmsError
-from gms.reporting import Client
 from gms.service import MemoryService
 
 log: Final = logging.getLogger("gms")

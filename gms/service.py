@@ -7,7 +7,6 @@ Everything here runs on the event loop; what takes long runs on the store's thre
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 from collections.abc import Callable
 from typing import Final, Generic, Protocol, TypeVar
@@ -20,13 +19,13 @@ from gms.allocations import AllocationTable, Entry
 from gms.arbiter import Arbiter, staged
 from gms.backends.base import DeviceError, Hash, MemoryBackend
 from gms.checking import Checker
+from gms.clients import Client
 from gms.events import EventLog
 from gms.journal import Journal, PoolRecord
-from gms.leases import Action, Drop, Grant, Held, Refuse, Request
+from gms.leasing import Leasing
 from gms.ledger import Ledger
 from gms.protocol import MAX_FDS, Digests, ErrorCode, GmsError, LeaseMode, Status
-from gms.reporting import Client
-from gms.store import PageStore, fenced
+from gms.store import PageStore
 
 ADOPT_SECONDS: Final = 30.0
 
@@ -67,36 +66,28 @@ class MemoryService(Generic[P]):
         self._table: AllocationTable[P] = AllocationTable(limit_bytes)
         self._store = PageStore(backend, self._table, self.events, algorithm=algorithm, fail=fail)
         self._checker = Checker(self._store, self._table, observer)
-        self._clients: dict[int, Client] = {}
-        self._keys = itertools.count(1)
-        self._waiting: dict[int, asyncio.Future[Grant]] = {}
         self._loop = asyncio.get_running_loop()
-        self._timer: asyncio.TimerHandle | None = None
         records = journal.load() if journal is not None else []
         self._arbiter = Arbiter(after=journal.highest_generation if journal is not None else 0)
         self._ledger = Ledger(
             journal, arbiter=self._arbiter, table=self._table, events=self.events, device_id=self.device_id
         )
+        self._leasing = Leasing(
+            arbiter=self._arbiter, table=self._table, store=self._store, ledger=self._ledger, events=self.events
+        )
         self._adopter = None if journal is None else self._start_adopter(journal, records, adopt_seconds)
 
     def join(self, client: Client) -> None:
-        self._clients[client.id] = client
+        self._leasing.join(client)
 
     def leave(self, client: int, *, proof: bool) -> bool:
         """The client's connection is gone; with `proof`, so are its processes. Returns whether proof is still wanted:
         then the caller goes on watching the processes and calls again."""
-        for name in list(self._arbiter.pools):
-            self._end_lease(client, name, proof)
-        wanted = self._arbiter.suspected(client)
-        if not wanted:
-            self._clients.pop(client, None)
-            self._ledger.close_leases(client)
-        return wanted
+        return self._leasing.leave(client, proof=proof)
 
     def close(self) -> None:
         """Gives all memory back. No request may be under way."""
-        if self._timer is not None:
-            self._timer.cancel()
+        self._leasing.close()
         if self._adopter is not None:
             self._adopter.close()
         self._store.close()
@@ -105,28 +96,14 @@ class MemoryService(Generic[P]):
     async def attach(self, client: Client, message: protocol.Attach) -> tuple[protocol.Granted, list[int]]:
         """The lease, and its locked descriptor, if there is one, that the caller closes."""
         started = self._loop.time()
-        deadline = started + message.timeout_seconds
-        key = next(self._keys)
-        request = Request(key, client.id, client.label, message.pool, message.mode, message.epoch, deadline)
-        answer: asyncio.Future[Grant] = self._loop.create_future()
-        self._waiting[key] = answer
         try:
-            self._inherit(client, message.pool)
-            self._apply(self._arbiter.attach(request))
-            self._ledger.record(message.pool)
-            if not answer.done():
-                pool = self._arbiter.pools[message.pool]
-                detail = reporting.wait(pool, request, self._clients, now=started)
-                self.events.emit("waiting", detail, pool=message.pool, client=client.label)
-            grant = await answer
+            grant = await self._leasing.ask(client, message)
             if message.verify and grant.mode is LeaseMode.RO:
                 await self._verify_for(client, message.pool, grant.generation)
         except GmsError as error:
             if self._observer is not None:
                 self._observer.refused(error.code)
             raise
-        finally:
-            self._waiting.pop(key, None)
         granted, fds = self._grant_lease(client, message.pool, grant.mode, grant.generation)
         seconds = self._loop.time() - started
         if self._observer is not None:
@@ -141,7 +118,7 @@ class MemoryService(Generic[P]):
 
     async def allocate(self, client: Client, message: protocol.Allocate) -> tuple[protocol.Pages, list[int]]:
         """The pages and descriptors that the caller closes."""
-        lease = self._lease(client, message.pool, LeaseMode.RW)
+        lease = self._leasing.get(client, message.pool, LeaseMode.RW)
         size = -(-message.size_bytes // self._backend.granularity) * self._backend.granularity
         entry = self._table.get(message.pool, lease.generation, message.tag)
         if entry is not None and not staged(message.pool):
@@ -163,7 +140,7 @@ class MemoryService(Generic[P]):
         await self._store.allocate(
             entry,
             seconds=message.timeout_seconds,
-            evict=self._evict,
+            evict=self._leasing.evict,
             wanted=lambda: self._arbiter.lease(client.id, message.pool) == lease,
         )
         try:
@@ -177,7 +154,7 @@ class MemoryService(Generic[P]):
         return shared
 
     def export(self, client: Client, message: protocol.Export) -> tuple[protocol.Pages, list[int]]:
-        lease = self._lease(client, message.pool)
+        lease = self._leasing.get(client, message.pool)
         entry = self._table.get(message.pool, lease.generation, message.tag)
         if entry is None or message.first >= entry.chunks:
             raise GmsError(
@@ -194,7 +171,7 @@ class MemoryService(Generic[P]):
             raise GmsError(
                 ErrorCode.NOT_PERMITTED, f"The manifest of {message.pool} comes with its commit; commit it instead."
             )
-        lease = self._lease(client, message.pool, LeaseMode.RW)
+        lease = self._leasing.get(client, message.pool, LeaseMode.RW)
         self._table.put_manifest(message.pool, lease.generation, message.manifest)
         self._ledger.record(message.pool)
         return protocol.Done()
@@ -208,7 +185,7 @@ class MemoryService(Generic[P]):
         )
 
     async def commit(self, client: Client, message: protocol.Commit) -> protocol.Granted:
-        lease = self._lease(client, message.pool, LeaseMode.RW)
+        lease = self._leasing.get(client, message.pool, LeaseMode.RW)
         if not staged(message.pool):
             raise GmsError(ErrorCode.NOT_PERMITTED, f"{message.pool} is never committed; only weights pools are.")
         entries = [entry for entry in self._table.entries(message.pool, lease.generation) if entry.filled]
@@ -216,9 +193,9 @@ class MemoryService(Generic[P]):
             await self._store.freeze(entry)
         for entry in entries:
             entry.digests = await self._checker.to_keep(entry, message.manifest, message.digests)
-        self._lease(client, message.pool, LeaseMode.RW)
+        self._leasing.get(client, message.pool, LeaseMode.RW)
         self._table.put_manifest(message.pool, lease.generation, message.manifest)
-        self._apply(self._arbiter.commit(client.id, message.pool))
+        self._leasing.apply(self._arbiter.commit(client.id, message.pool))
         self._ledger.record(message.pool)
         detail = f"{client.label} committed {message.pool}, generation {lease.generation}"
         self.events.emit("committed", detail, pool=message.pool, client=client.label)
@@ -227,7 +204,7 @@ class MemoryService(Generic[P]):
 
     def release(self, client: Client, message: protocol.Release) -> protocol.Done:
         """Harmless without a lease; `quiesced` counts as proof even then, for pages that a newer epoch left to us."""
-        self._end_lease(client.id, message.pool, message.quiesced)
+        self._leasing.end(client.id, message.pool, proof=message.quiesced)
         detail = f"{client.label} released {message.pool}{' quiesced' if message.quiesced else ''}"
         self.events.emit("released", detail, pool=message.pool, client=client.label, level=logging.DEBUG)
         return protocol.Done()
@@ -241,7 +218,7 @@ class MemoryService(Generic[P]):
         started = self._loop.time()
         outcome = "refused"
         try:
-            self._inherit(client, message.pool)
+            self._leasing.inherit(client, message.pool)
             await self._adopter.hand_back(client.id, client.label, message, fds)
             outcome = "taken"
         except GmsError as error:
@@ -253,7 +230,7 @@ class MemoryService(Generic[P]):
                 self._observer.handed_back(message.pool, outcome, self._loop.time() - started)
         if message.more:
             return protocol.Done(), []
-        lease = self._lease(client, message.pool)
+        lease = self._leasing.get(client, message.pool)
         for entry in self._table.entries(message.pool, lease.generation):
             entry.client = client.id
         self._ledger.record(message.pool)
@@ -284,26 +261,24 @@ class MemoryService(Generic[P]):
         return Status(
             device=self.device,
             device_id=self.device_id,
-            pools=reporting.pools(self._arbiter, self._table, self._clients, now=self._loop.time()),
+            pools=reporting.pools(self._arbiter, self._table, self._leasing.clients, now=self._loop.time()),
             total_bytes=self._table.total_bytes,
             high_water_bytes=self._table.high_water_bytes,
             memory_limit=self._table.limit_bytes,
             bytes_by_owner=dict(self._table.bytes_by_owner()),
             memory_waits=self._store.waits(),
-            clients=len(self._clients),
+            clients=len(self._leasing.clients),
             journal=self._ledger.problem,
         )
 
     def _start_adopter(self, journal: Journal, records: list[PoolRecord], seconds: float) -> Adopter[P]:
         adopter = Adopter(
-            arbiter=self._arbiter,
+            leasing=self._leasing,
             table=self._table,
             store=self._store,
             checker=self._checker,
             journal=journal,
             events=self.events,
-            apply=self._apply,
-            condemn=self._condemn,
             seconds=seconds,
         )
         adopter.restore(records)
@@ -344,45 +319,12 @@ class MemoryService(Generic[P]):
             allocations=allocations,
         )
 
-    def _lease(self, client: Client, pool: str, mode: LeaseMode | None = None) -> Held:
-        lease = self._arbiter.lease(client.id, pool)
-        if lease is None:
-            if self._arbiter.fenced(client.id, pool):
-                raise fenced(pool)
-            raise GmsError(ErrorCode.NOT_ATTACHED, f"This connection has no lease on {pool}; attach to it first.")
-        if mode is not None and lease.mode is not mode:
-            raise GmsError(
-                ErrorCode.NOT_PERMITTED,
-                f"The lease on {pool} is {lease.mode}, this needs {mode}; attach as a writer.",
-            )
-        return lease
-
-    def _end_lease(self, client: int, pool: str, proof: bool) -> None:
-        """Where there are no pages, of this lease or of earlier ones, there is nothing to be proved."""
-        lease = self._arbiter.lease(client, pool)
-        if lease is not None and not self._arbiter.suspected(client, pool):
-            proof = proof or not self._table.entries(pool, lease.generation)
-        self._apply(self._arbiter.release(client, pool, proof))
-        if proof or not self._arbiter.suspected(client, pool):
-            self._ledger.close_lease(client, pool)
-
-    def _inherit(self, client: Client, pool: str) -> None:
-        """A process that comes back on a new connection, with all its ranks, may have what its broken one held without
-        dying first."""
-        others = frozenset(
-            other.id
-            for other in self._clients.values()
-            if other is not client and other.processes and other.processes <= client.processes
-        )
-        if others:
-            self._arbiter.inherit(pool, others, client.id)
-
     async def _verify(self, pool: str, generation: int, digests: Digests) -> protocol.Verified:
         size = 0
         for entry in self._table.entries(pool, generation):
             if (wrong := await self._checker.fault(entry, digests)) is not None:
                 if self._arbiter.standing(pool) == generation:
-                    self._condemn(pool, wrong)
+                    self._leasing.condemn(pool, wrong)
                 raise GmsError(ErrorCode.CORRUPT, f"{pool} is corrupt: {wrong}. It must be loaded anew.")
             size += entry.size_bytes
         return protocol.Verified(generation=generation, size_bytes=size)
@@ -397,54 +339,5 @@ class MemoryService(Generic[P]):
                 )
             await self._verify(pool, generation, {})
         except BaseException:
-            self._end_lease(client.id, pool, True)
+            self._leasing.end(client.id, pool, proof=True)
             raise
-
-    def _condemn(self, pool: str, reason: str) -> None:
-        detail = f"{pool} is given to nobody any more: {reason}"
-        self.events.emit("corrupt", detail, pool=pool, level=logging.ERROR)
-        self._apply(self._arbiter.condemn(pool, reason))
-        self._ledger.record(pool)
-
-    def _evict(self) -> bool:
-        """Makes room by giving up weights that nobody uses."""
-        actions = self._arbiter.evict()
-        for action in actions:
-            if isinstance(action, Drop):
-                detail = f"{action.pool} is given up: nobody uses it and memory is short"
-                self.events.emit("evicted", detail, pool=action.pool)
-        self._apply(actions)
-        return bool(actions)
-
-    def _apply(self, actions: list[Action]) -> None:
-        for action in actions:
-            match action:
-                case Grant():
-                    if (answer := self._answer(action.request)) is not None:
-                        answer.set_result(action)
-                case Refuse():
-                    error = GmsError(action.code, action.message, retryable=action.retryable)
-                    if (answer := self._answer(action.request)) is not None:
-                        answer.set_exception(error)
-                case Drop():
-                    count = self._store.drop(action.pool, action.generation)
-                    detail = f"{action.pool}: generation {action.generation} is given back, {count} allocations"
-                    self.events.emit("dropped", detail, pool=action.pool)
-        for pool in {action.pool if isinstance(action, Drop) else action.request.pool for action in actions}:
-            self._ledger.record(pool)
-        self._arm()
-
-    def _answer(self, request: Request) -> asyncio.Future[Grant] | None:
-        """The future of a request. A session that was just cancelled has taken its own away, and its lease, if this
-        grants one, goes with it in a moment: the answer is for nobody then."""
-        answer = self._waiting.get(request.key)
-        return None if answer is None or answer.done() else answer
-
-    def _arm(self) -> None:
-        """One timer, for the next deadline of any waiting request."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        deadline = self._arbiter.next_deadline()
-        if deadline is not None:
-            self._timer = self._loop.call_at(deadline, lambda: self._apply(self._arbiter.expire(self._loop.time())))

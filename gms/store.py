@@ -22,6 +22,7 @@ from gms.allocations import AllocationTable, Entry
 from gms.backends.base import DeviceError, ForeignPagesError, Hash, MemoryBackend, OutOfMemoryError, StillMappedError
 from gms.events import EventLog
 from gms.integrity import Piece
+from gms.leases import fenced
 from gms.protocol import ErrorCode, GmsError
 
 log: Final = logging.getLogger("gms")
@@ -309,11 +310,6 @@ class PageStore(Generic[P]):
 def _destroyed(done: ThreadFuture[None]) -> None:
     if (error := done.exception()) is not None:
         log.error("memory could not be given back: %s", error)
-
-
-def fenced(pool: str) -> GmsError:
-    message = f"A newer epoch took {pool} over; this engine must stop serving and touch its pages no more."
-    return GmsError(ErrorCode.FENCED, message)
 
 
 def _all(entry: Entry[P]) -> Iterator[P]:

@@ -15,7 +15,7 @@ from gms.backends.base import DeviceError
 from gms.journal import Journal
 from gms.manifest import Manifest, Slot
 from gms.protocol import Digests, LeaseMode, Part
-from gms.reporting import Client
+from gms.clients import Client
 from gms.service import MemoryService
 from tests.unit.gms.memory_backend import CHUNK, Chunk, FileBackend, turns
 

@@ -7,7 +7,7 @@ from gms.allocations import AllocationTable, Entry
 from gms.arbiter import Arbiter
 from gms.leases import Request
 from gms.protocol import AllocationInfo, LeaseInfo, LeaseMode
-from gms.reporting import Client
+from gms.clients import Client
 
 A = Client(1, "engine", "a", "i", 11)
 B = Client(2, "engine", "b", "j", None)

@@ -326,7 +326,7 @@ async def test_a_wait_that_is_over_leaves_nothing_in_the_queue(life: Life, a: En
         await b.attach(WEIGHTS, RO, seconds=0.01)
     assert (code(caught), caught.value.retryable) == (ErrorCode.TIMEOUT, True)
     assert life.service.status().pools[0].waiting == 0
-    assert life.service._waiting == {}
+    assert life.service._leasing._waiting == {}
     assert ("refused", ErrorCode.TIMEOUT) in life.seen.heard
     assert "waits for weights/x as ro" in (await life.said("waiting"))[0]
 

@@ -1,0 +1,173 @@
+"""The lives of leases: asked for, waited for, granted, ended. The arbiter decides; here its decisions are carried out.
+
+On the event loop. Whoever changes something tells the ledger, so that the next service knows it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Mapping
+from typing import Generic, TypeVar
+
+from gms import protocol, reporting
+from gms.allocations import AllocationTable
+from gms.arbiter import Arbiter
+from gms.clients import Client
+from gms.events import EventLog
+from gms.leases import Action, Drop, Grant, Held, Refuse, Request, fenced
+from gms.ledger import Ledger
+from gms.protocol import ErrorCode, GmsError, LeaseMode
+from gms.store import PageStore
+
+P = TypeVar("P")
+
+
+class Leasing(Generic[P]):
+    """All leases of one service, and the clients that have or want them."""
+
+    def __init__(
+        self,
+        *,
+        arbiter: Arbiter,
+        table: AllocationTable[P],
+        store: PageStore[P],
+        ledger: Ledger[P],
+        events: EventLog,
+    ) -> None:
+        self.arbiter = arbiter
+        self._table = table
+        self._store = store
+        self._ledger = ledger
+        self._events = events
+        self._clients: dict[int, Client] = {}
+        self._keys = itertools.count(1)
+        self._waiting: dict[int, asyncio.Future[Grant]] = {}
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def clients(self) -> Mapping[int, Client]:
+        return self._clients
+
+    def join(self, client: Client) -> None:
+        self._clients[client.id] = client
+
+    def leave(self, client: int, *, proof: bool) -> bool:
+        """See `gms.service.MemoryService.leave`."""
+        for name in list(self.arbiter.pools):
+            self.end(client, name, proof=proof)
+        wanted = self.arbiter.suspected(client)
+        if not wanted:
+            self._clients.pop(client, None)
+            self._ledger.close_leases(client)
+        return wanted
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    async def ask(self, client: Client, message: protocol.Attach) -> Grant:
+        """Waits for a lease. If this is cancelled, a lease that was granted meanwhile ends with its client."""
+        now = self._loop.time()
+        key = next(self._keys)
+        deadline = now + message.timeout_seconds
+        request = Request(key, client.id, client.label, message.pool, message.mode, message.epoch, deadline)
+        answer: asyncio.Future[Grant] = self._loop.create_future()
+        self._waiting[key] = answer
+        try:
+            self.inherit(client, message.pool)
+            self.apply(self.arbiter.attach(request))
+            self._ledger.record(message.pool)
+            if not answer.done():
+                detail = reporting.wait(self.arbiter.pools[message.pool], request, self._clients, now=now)
+                self._events.emit("waiting", detail, pool=message.pool, client=client.label)
+            return await answer
+        finally:
+            self._waiting.pop(key, None)
+
+    def get(self, client: Client, pool: str, mode: LeaseMode | None = None) -> Held:
+        """The client's lease. Raises GmsError: not_attached, fenced, not_permitted if it is not of `mode`."""
+        lease = self.arbiter.lease(client.id, pool)
+        if lease is None:
+            if self.arbiter.fenced(client.id, pool):
+                raise fenced(pool)
+            raise GmsError(ErrorCode.NOT_ATTACHED, f"This connection has no lease on {pool}; attach to it first.")
+        if mode is not None and lease.mode is not mode:
+            raise GmsError(
+                ErrorCode.NOT_PERMITTED,
+                f"The lease on {pool} is {lease.mode}, this needs {mode}; attach as a writer.",
+            )
+        return lease
+
+    def end(self, client: int, pool: str, *, proof: bool) -> None:
+        """Where there are no pages, of this lease or of earlier ones, there is nothing to be proved."""
+        lease = self.arbiter.lease(client, pool)
+        if lease is not None and not self.arbiter.suspected(client, pool):
+            proof = proof or not self._table.entries(pool, lease.generation)
+        self.apply(self.arbiter.release(client, pool, proof))
+        if proof or not self.arbiter.suspected(client, pool):
+            self._ledger.close_lease(client, pool)
+
+    def inherit(self, client: Client, pool: str) -> None:
+        """A process that comes back on a new connection, with all its ranks, may have what its broken one held without
+        dying first."""
+        others = frozenset(
+            other.id
+            for other in self._clients.values()
+            if other is not client and other.processes and other.processes <= client.processes
+        )
+        if others:
+            self.arbiter.inherit(pool, others, client.id)
+
+    def condemn(self, pool: str, reason: str) -> None:
+        """What is committed there is not what was written: nobody gets it any more."""
+        detail = f"{pool} is given to nobody any more: {reason}"
+        self._events.emit("corrupt", detail, pool=pool, level=logging.ERROR)
+        self.apply(self.arbiter.condemn(pool, reason))
+        self._ledger.record(pool)
+
+    def evict(self) -> bool:
+        """Makes room by giving up weights that nobody uses; False if there are none."""
+        actions = self.arbiter.evict()
+        for action in actions:
+            if isinstance(action, Drop):
+                detail = f"{action.pool} is given up: nobody uses it and memory is short"
+                self._events.emit("evicted", detail, pool=action.pool)
+        self.apply(actions)
+        return bool(actions)
+
+    def apply(self, actions: list[Action]) -> None:
+        """Carries out what the arbiter decided."""
+        for action in actions:
+            match action:
+                case Grant():
+                    if (answer := self._answer(action.request)) is not None:
+                        answer.set_result(action)
+                case Refuse():
+                    error = GmsError(action.code, action.message, retryable=action.retryable)
+                    if (answer := self._answer(action.request)) is not None:
+                        answer.set_exception(error)
+                case Drop():
+                    count = self._store.drop(action.pool, action.generation)
+                    detail = f"{action.pool}: generation {action.generation} is given back, {count} allocations"
+                    self._events.emit("dropped", detail, pool=action.pool)
+        for pool in {action.pool if isinstance(action, Drop) else action.request.pool for action in actions}:
+            self._ledger.record(pool)
+        self._arm()
+
+    def _answer(self, request: Request) -> asyncio.Future[Grant] | None:
+        """The future of a request. A session that was just cancelled has taken its own away, and its lease, if this
+        grants one, goes with it in a moment: the answer is for nobody then."""
+        answer = self._waiting.get(request.key)
+        return None if answer is None or answer.done() else answer
+
+    def _arm(self) -> None:
+        """One timer, for the next deadline of any waiting request."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        deadline = self.arbiter.next_deadline()
+        if deadline is not None:
+            self._timer = self._loop.call_at(deadline, lambda: self.apply(self.arbiter.expire(self._loop.time())))
