@@ -1,10 +1,10 @@
-"""What makes a lease outlive its service: one holder's pages, kept so that they can be handed back.
+"""What makes a lease outlive its service: one engine's pages, kept so that they can be handed back.
 
 A killed service takes no page away from an engine that has it mapped. But the pages would be that engine's alone: the
-next service knows nothing, and the next engine would load a second copy. So whoever holds a lease for long puts it into
+next service knows nothing, and the next engine would load a second copy. So whoever has a lease for long puts it into
 custody, with the descriptors of its pages. A thread watches the connection's end, dials until a service answers, hands
 the pages back and puts the new lease in the old one's place. The engine's mapping is not touched and it never waits.
-The states are in `gms.holding`.
+The phases are in `gms.custody_phases`.
 """
 
 from __future__ import annotations
@@ -19,21 +19,24 @@ from functools import partial
 from types import TracebackType
 from typing import Final, Self
 
-from gms import holding
+from gms import custody_phases
 from gms.client import Allocation, GmsClient, GmsError, Lease
-from gms.holding import CustodyState, Phase
+from gms.custody_phases import CustodyState, Phase
 from gms.protocol import ErrorCode
 
 log: Final = logging.getLogger("gms.custody")
 
 FIRST_RETRY_SECONDS: Final = 0.01
 LAST_RETRY_SECONDS: Final = 0.1
+"""A service that is starting again is met at once: it waits for its pages, and others wait for it."""
+LAST_REFUSED_SECONDS: Final = 2.0
+"""A service that answers and cannot take them now is asked less and less often: each time it looks at all of them."""
 GIVE_UP_SECONDS: Final = 600.0
 """Far beyond any supervisor's backoff: who gives up too early costs the pod a second copy."""
 
 
 class Custody:
-    """Owns a client with one lease, and the allocations of that lease, all of them, from the constructor on.
+    """Owns a client with one lease, and the allocations of that lease, all of them, once the constructor has returned.
 
     `dial` makes another connection of the same kind and tries once; it raises GmsError, retryable as long as trying
     again makes sense. Methods may be called from any thread.
@@ -65,7 +68,11 @@ class Custody:
         self._closing = threading.Lock()
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread = threading.Thread(target=self._run, name="gms-custody", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:
+            os.close(self._wake_fd)
+            raise
 
     @property
     def lease(self) -> Lease:
@@ -93,16 +100,18 @@ class Custody:
         given back is logged: then the service learns of its end from the connection's, or has forgotten it."""
         deadline = time.monotonic() + wait_seconds
         problem: GmsError | None = None
-        while self._phase is Phase.HELD or self._await(lambda: self._phase is not Phase.ADRIFT, deadline):
-            lease, problem = self._try_release(quiesced)
-            if problem is None or problem.code != ErrorCode.SERVICE_GONE:
-                break
-            if not self._await(partial(self._moved_on, lease), deadline):
-                break
-        if problem is not None or self._phase is Phase.ADRIFT:
-            why = problem or "the memory service is away"
-            log.warning("%s: the lease could not be released: %s", self.pool, why)
-        self.close()
+        try:
+            while self._phase is Phase.HELD or self._await(lambda: self._phase is not Phase.ADRIFT, deadline):
+                lease, problem = self._try_release(quiesced)
+                if problem is None or problem.code != ErrorCode.SERVICE_GONE:
+                    break
+                if not self._await(partial(self._moved_on, lease), deadline):
+                    break
+            if problem is not None or self._phase is Phase.ADRIFT:
+                why = problem or "the memory service is away"
+                log.warning("%s: the lease could not be released: %s", self.pool, why)
+        finally:
+            self.close()
 
     def close(self) -> None:
         """Ends the custody, the connection and so the lease, and closes the descriptors. Mappings stay. Twice is
@@ -173,6 +182,7 @@ class Custody:
     def _restore(self) -> bool:
         """Until the pages are a service's again; False if that is not to be."""
         delay = FIRST_RETRY_SECONDS
+        told = ""
         deadline = self._since + self._give_up_seconds
         while not self._ending.is_set():
             try:
@@ -181,13 +191,17 @@ class Custody:
             except (GmsError, OSError) as error:
                 if self._ending.is_set():
                     break
-                phase = holding.after_failure(error, overdue=time.monotonic() >= deadline)
+                phase = custody_phases.after_failure(error, overdue=time.monotonic() >= deadline)
                 if phase is not Phase.ADRIFT:
                     self._enter(phase, str(error))
                     self._tell(phase, error)
                     return False
+                away = isinstance(error, GmsError) and error.code == ErrorCode.SERVICE_GONE
+                if not away and str(error) != told:
+                    told = str(error)
+                    log.warning("%s: the pages could not be handed back yet, and will be: %s", self.pool, error)
             self._pause(delay)
-            delay = min(2 * delay, LAST_RETRY_SECONDS)
+            delay = min(2 * delay, LAST_RETRY_SECONDS if away else LAST_REFUSED_SECONDS)
         return False
 
     def _hand_back(self) -> None:
@@ -239,7 +253,7 @@ class Custody:
 
     def _enter(self, phase: Phase, reason: str = "") -> None:
         with self._changed:
-            self._phase = holding.step(self._phase, phase)
+            self._phase = custody_phases.step(self._phase, phase)
             self._since, self._reason = time.monotonic(), reason
             self._changed.notify_all()
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from gms.holding import CustodyState
+from gms.custody_phases import CustodyState
 
 ASGIApp = Callable[
     [
@@ -99,7 +99,7 @@ class Engine(Protocol):
         """Where the bytes are now."""
 
     def custody(self) -> tuple[CustodyState, ...]:
-        """How each holding of the memory service's pages stands; empty without one. Cheap, and never stale."""
+        """How each custody of the memory service's pages stands; empty without one. Cheap, and never stale."""
 
     async def shutdown(self) -> None:
         """Stop, and release what is held. May be called at any time, more than once."""

@@ -18,7 +18,7 @@ import msgspec
 
 from gms.client import Allocation, GmsClient, GmsError, Lease, LeaseMode
 from gms.custody import Custody
-from gms.holding import CustodyState
+from gms.custody_phases import CustodyState
 from gms.mapping import DeviceMemory, Reservation, device_memory
 from gms.protocol import ErrorCode
 
@@ -119,7 +119,7 @@ class KvMemory:
         return custody.lost if custody is not None else None
 
     def custody(self) -> tuple[CustodyState, ...]:
-        """How the holding stands; empty while nothing is held."""
+        """How the custody stands; empty while there is none."""
         custody = self._custody
         return () if custody is None else (custody.state(),)
 

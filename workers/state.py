@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from gms.holding import CustodyState, Phase
+from gms.custody_phases import CustodyState, Phase
 from workers.contract import Role
 from workers.engine import EngineMemory
 
@@ -48,7 +48,7 @@ class ServiceLink(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def service_link(states: Sequence[CustodyState]) -> ServiceLink | None:
-    """From how each holding stands; None if nothing is held, or there is no service."""
+    """From how each custody stands; None if there is none, or there is no service."""
     if not states:
         return None
     adrift = [state.seconds for state in states if state.phase is Phase.ADRIFT]

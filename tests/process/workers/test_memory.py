@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from gms.client import GmsClient, GmsError, Lease
-from gms.holding import Phase
+from gms.custody_phases import Phase
 from gms.mapping import Backing, Reservation
 from tests.support.processes import Process, running, until
 from workers.memory import KvMemory, MemoryService

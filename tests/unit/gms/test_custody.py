@@ -14,7 +14,7 @@ import pytest
 
 from gms.client import Allocation, GmsClient, GmsError, Lease
 from gms.custody import Custody
-from gms.holding import Phase
+from gms.custody_phases import Phase
 from gms.protocol import ErrorCode, Granted, LeaseMode
 
 DEADLINE = 10.0
@@ -34,8 +34,11 @@ class FakeClient:
         self.released: list[bool] = []
         self.after_release: Callable[[], None] = lambda: None
         self.closed = threading.Event()
+        self.broken: Exception | None = None
 
     def fileno(self) -> int:
+        if self.broken is not None:
+            raise self.broken
         return self._ours.fileno()
 
     def die(self) -> None:
@@ -290,3 +293,49 @@ def test_anything_unexpected_ends_custody_and_says_so(
     until(custody, Phase.PRIVATE)
     assert "a bug" in custody.state().reason
     assert "ended on an error that nobody expected" in caplog.text
+
+
+def test_a_watch_that_fails_is_said_and_shown(keep: Keep, dial: Services, caplog: pytest.LogCaptureFixture) -> None:
+    """The lease still stands, but nobody would hand the pages back any more."""
+    custody, first = keep()
+    second = FakeClient()
+    second.broken = ZeroDivisionError("a bug")
+    dial.next = [second]
+    first.die()
+    until(custody, Phase.PRIVATE)
+    assert (custody.state().restored, "a bug" in custody.state().reason) == (1, True)
+    assert "ended on an error that nobody expected" in caplog.text
+    custody.release(quiesced=True, wait_seconds=DEADLINE)
+    assert custody.state().phase is Phase.ENDED
+
+
+def test_what_a_living_service_cannot_do_now_is_asked_for_again_and_said_once(
+    keep: Keep, dial: Services, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(_: FakeClient) -> None:
+        raise GmsError(ErrorCode.INTERNAL, "the service made a mistake")
+
+    custody, first = keep()
+    failing = [FakeClient(fail) for _ in range(4)]
+    dial.next = [*failing, FakeClient()]
+    first.die()
+    assert first.closed.wait(DEADLINE)
+    assert custody.state().restored == 1
+    assert all(client.closed.is_set() for client in failing)
+    assert caplog.text.count("the service made a mistake") == 1
+
+
+def test_a_custody_that_cannot_begin_leaves_everything_with_its_caller(
+    dial: Services, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_more_threads(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", no_more_threads)
+    client = FakeClient()
+    with Allocation("kv", 4096, 4096, [os.memfd_create("page")], created=True) as pages:
+        with pytest.raises(RuntimeError, match="new thread"):
+            Custody(client, FakeLease(client), [pages], dial=dial)  # type: ignore[arg-type]
+        assert pages.chunks
+        assert not client.closed.is_set()
+    client.close()

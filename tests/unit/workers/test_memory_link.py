@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from gms.holding import CustodyState, Phase
+from gms.custody_phases import CustodyState, Phase
 from workers.state import ServiceLink, service_link
 
 

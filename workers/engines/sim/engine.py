@@ -9,7 +9,7 @@ from enum import Enum
 from functools import partial
 from pathlib import Path
 
-from gms.holding import CustodyState
+from gms.custody_phases import CustodyState
 from workers.engine import ASGIApp, EngineDeadError, EngineMemory, MemoryLostError
 from workers.engines.sim.app import SimApp
 from workers.engines.sim.batch import SimRequest

@@ -18,7 +18,7 @@ import msgspec
 
 from gms.client import Allocation, GmsClient, Lease, LeaseMode
 from gms.custody import Custody
-from gms.holding import CustodyState
+from gms.custody_phases import CustodyState
 from gms.mapping import Reservation
 from workers.engine import EngineConfigError, EngineDeadError
 from workers.engines.sim.batch import SimRequest
@@ -113,7 +113,7 @@ class SimWeights:
         return custody.lost if custody is not None else None
 
     def custody(self) -> tuple[CustodyState, ...]:
-        """How the holding stands; empty while nothing is held."""
+        """How the custody stands; empty while there is none."""
         custody = self._custody
         return () if custody is None else (custody.state(),)
 
@@ -165,7 +165,7 @@ class SimKv:
         return self._pages.lost if self._pages is not None else None
 
     def custody(self) -> tuple[CustodyState, ...]:
-        """How the holding stands; empty while nothing is held."""
+        """How the custody stands; empty while there is none."""
         return self._pages.custody() if self._pages is not None else ()
 
     def map(self, *, epoch: int) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from gms.client import GmsError
-from gms.holding import CustodyState
+from gms.custody_phases import CustodyState
 from workers.engine import ASGIApp, EngineConfigError, EngineDeadError, EngineMemory, MemoryLostError
 from workers.engines.vllm import arguments, compat
 from workers.engines.vllm.preload import import_all

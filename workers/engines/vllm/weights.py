@@ -15,7 +15,7 @@ import msgspec
 
 from gms.client import Allocation, GmsClient, Lease, LeaseMode
 from gms.custody import Custody
-from gms.holding import CustodyState
+from gms.custody_phases import CustodyState
 from gms.manifest import FORM, Manifest
 from gms.mapping import Reservation
 from workers.memory import MemoryService
@@ -132,7 +132,7 @@ class WeightsMemory:
         return custody.lost if custody is not None else None
 
     def custody(self) -> tuple[CustodyState, ...]:
-        """How the holding stands; empty before the pages are mapped for reading."""
+        """How the custody stands; empty before the pages are mapped for reading."""
         return () if self._custody is None else (self._custody.state(),)
 
     def close(self) -> None:

@@ -98,11 +98,11 @@ class GmsCpuWorker(CPUWorker):
         return measure(self.model_runner.get_model(), self._kv)
 
     def hotspare_kv(self) -> KvMemory:
-        """The holder itself, which may be asked from any thread how its holding stands."""
+        """The KV memory itself, which may be asked from any thread how its custody stands."""
         return self.kv
 
     def hotspare_weights(self) -> WeightsMemory | None:
-        """The holder of the weights' pages, as ``hotspare_kv``."""
+        """The weights' memory, as ``hotspare_kv``."""
         return weights_of(self.model_runner.get_model())
 
     def shutdown(self) -> None:
