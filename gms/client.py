@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Final, Self
 
@@ -16,7 +17,7 @@ from gms import fdpass, integrity, protocol
 from gms.backends.base import Hash
 from gms.connection import REPLY_GRACE_SECONDS, Connection
 from gms.mapping import Chunk, Reservation, device_memory
-from gms.pages import Allocation, check_chunks, chunk_count, hand_back_messages
+from gms.pages import Allocation, hand_back_messages, receive_allocation
 from gms.protocol import (
     AllocationInfo,
     Digests,
@@ -59,7 +60,16 @@ class Lease:
     that one stays open when the service dies, and is closed with the lease or with the client.
     """
 
-    def __init__(self, client: GmsClient, pool: str, epoch: int, granted: protocol.Granted, fds: list[int]) -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        pool: str,
+        epoch: int,
+        granted: protocol.Granted,
+        fds: list[int],
+        *,
+        on_release: Callable[[Lease], None],
+    ) -> None:
         self.pool = pool
         self.epoch = epoch
         self.mode = granted.mode
@@ -67,8 +77,9 @@ class Lease:
         self.fresh = granted.fresh
         self.manifest = granted.manifest
         self.allocations = tuple(granted.allocations)
-        self._client = client
+        self._connection = connection
         self._lock_fds = fds
+        self._on_release = on_release
 
     def allocate(self, tag: str, size_bytes: int, *, timeout_seconds: float = 0.0) -> Allocation:
         """Pages under `tag`; in the kv pools the existing ones of the same tag and size, with their content. Where
@@ -78,7 +89,8 @@ class Lease:
         a newer epoch took over, too_many.
         """
         request = protocol.Allocate(pool=self.pool, tag=tag, size_bytes=size_bytes, timeout_seconds=timeout_seconds)
-        allocation = self._client._pages(request, timeout_seconds + _work_seconds(size_bytes))
+        wait = timeout_seconds + _work_seconds(size_bytes)
+        allocation = receive_allocation(self._connection, request, wait_seconds=wait)
         if allocation.created:
             info = AllocationInfo(allocation.tag, allocation.size_bytes, allocation.chunk_bytes)
             self.allocations = (*(known for known in self.allocations if known.tag != tag), info)
@@ -86,12 +98,12 @@ class Lease:
 
     def export(self, tag: str) -> Allocation:
         """The pages under `tag`: read-only on a read lease, writable for a writer. Raises GmsError(not_found)."""
-        return self._client._pages(protocol.Export(pool=self.pool, tag=tag))
+        return receive_allocation(self._connection, protocol.Export(pool=self.pool, tag=tag))
 
     def put_manifest(self, manifest: bytes) -> None:
         """In the kv pools: what the next holder is to know of the pages. Raises GmsError(fenced)."""
         request = protocol.PutManifest(pool=self.pool, manifest=manifest)
-        self._client._connection.call(request, protocol.Done)
+        self._connection.call(request, protocol.Done)
         self.manifest = manifest
 
     def commit(self, manifest: bytes, *, digests: Digests | None = None) -> None:
@@ -102,13 +114,13 @@ class Lease:
         """
         request = protocol.Commit(pool=self.pool, manifest=manifest, digests=digests or {})
         fds: list[int] = []
-        granted = self._client._connection.call(
+        granted = self._connection.call(
             request, protocol.Granted, wait_seconds=_work_seconds(self.size_bytes), received=fds
         )
         self.mode, self.fresh = granted.mode, granted.fresh
         self.generation, self.manifest = granted.generation, manifest
         if fds:
-            self._close_lock()
+            self.close_lock()
             self._lock_fds = fds
 
     def verify(self, *, digests: Digests | None = None) -> int:
@@ -118,20 +130,21 @@ class Lease:
         """
         request = protocol.Verify(pool=self.pool, digests=digests or {})
         wait = _work_seconds(self.size_bytes)
-        return self._client._connection.call(request, protocol.Verified, wait_seconds=wait).size_bytes
+        return self._connection.call(request, protocol.Verified, wait_seconds=wait).size_bytes
 
     def release(self, *, quiesced: bool = False) -> None:
         """Gives the lease back. With `quiesced` the caller vouches that no process of it has the pages mapped any more,
         and the next holder need not wait for this process to die."""
-        self._client._connection.call(protocol.Release(pool=self.pool, quiesced=quiesced), protocol.Done)
-        self._client._forget(self)
+        self._connection.call(protocol.Release(pool=self.pool, quiesced=quiesced), protocol.Done)
+        self._on_release(self)
+
+    def close_lock(self) -> None:
+        """For whoever ends the connection: a restarted service need not wait for this lease's pages any more."""
+        fdpass.close_all(self._lock_fds)
 
     @property
     def size_bytes(self) -> int:
         return sum(info.size_bytes for info in self.allocations)
-
-    def _close_lock(self) -> None:
-        fdpass.close_all(self._lock_fds)
 
 
 class GmsClient:
@@ -203,11 +216,18 @@ class GmsClient:
         fresh pages (`lease.fresh`). With `verify` what is to be read is checksummed first. Raises GmsError: timeout
         (retryable), stale_epoch, already_attached, corrupt.
         """
-        request = protocol.Attach(pool=pool, mode=mode, epoch=epoch, timeout_seconds=timeout_seconds, verify=verify)
-        wait = timeout_seconds
-        if verify:
-            wait += _work_seconds(sum(info.size_bytes for info in self.get_manifest(pool).allocations))
-        return self._lease(request, wait)
+        known = sum(info.size_bytes for info in self.get_manifest(pool).allocations) if verify else 0
+        request = protocol.Attach(pool=pool, mode=mode, epoch=epoch, timeout_seconds=timeout_seconds, verify=known > 0)
+        lease = self._lease(request, timeout_seconds + _work_seconds(known))
+        if verify and not known and lease.mode is LeaseMode.RO:
+            # How long it takes is known only now that something is committed.
+            try:
+                lease.verify()
+            except BaseException:
+                with suppress(GmsError):  # it ends with the connection, if not so
+                    lease.release()
+                raise
+        return lease
 
     def adopt(
         self, pool: str, *, generation: int, mode: LeaseMode, epoch: int, allocations: Sequence[Allocation]
@@ -246,7 +266,11 @@ class GmsClient:
         return self._connection.call(request, protocol.StatusReply, grace_seconds=timeout_seconds).status
 
     def events(self, after: int = 0, *, timeout_seconds: float = 0.0) -> EventsReply:
-        """What happened after event number `after`; waits up to `timeout_seconds` for the first of it."""
+        """What happened after event number `after`; waits up to `timeout_seconds` for the first of it.
+
+        Numbers begin at 1 in each service's life: begin with 0 on every new connection. With a number of an earlier
+        life this waits for events that may never come.
+        """
         request = protocol.GetEvents(after=after, timeout_seconds=timeout_seconds)
         return self._connection.call(request, protocol.EventsReply, wait_seconds=timeout_seconds)
 
@@ -265,7 +289,7 @@ class GmsClient:
             self._closed = True
         self._connection.close()
         while self._leases:
-            self._leases.pop()._close_lock()
+            self._leases.pop().close_lock()
 
     def __enter__(self) -> Self:
         return self
@@ -276,39 +300,19 @@ class GmsClient:
     def _lease(self, request: protocol.Attach | protocol.Adopt, wait: float, fds: Sequence[int] = ()) -> Lease:
         received: list[int] = []
         granted = self._connection.call(request, protocol.Granted, wait_seconds=wait, fds=fds, received=received)
-        lease = Lease(self, request.pool, request.epoch, granted, received)
+        lease = Lease(self._connection, request.pool, request.epoch, granted, received, on_release=self._forget)
         with self._guard:
             if not self._closed:
                 self._leases.append(lease)
                 return lease
-        lease._close_lock()
+        lease.close_lock()
         raise GmsError(ErrorCode.CLOSED, f"This connection was closed by its owner while {request.pool} was granted.")
 
     def _forget(self, lease: Lease) -> None:
         with self._guard:
             if not self._closed:
                 self._leases.remove(lease)
-                lease._close_lock()
-
-    def _pages(self, request: protocol.Allocate | protocol.Export, wait: float = 0.0) -> Allocation:
-        """One allocation with all its chunks, which take several replies if they are many."""
-        fds: list[int] = []
-        try:
-            pages = self._connection.call(request, protocol.Pages, wait_seconds=wait, received=fds)
-            check_chunks(pages, 0, len(fds))
-            while len(fds) < chunk_count(pages):
-                more: list[int] = []
-                export = protocol.Export(pool=request.pool, tag=request.tag, first=len(fds))
-                follow = self._connection.call(export, protocol.Pages, received=more)
-                first = len(fds)
-                fds += more
-                if (follow.size_bytes, follow.chunk_bytes) != (pages.size_bytes, pages.chunk_bytes):
-                    raise GmsError(ErrorCode.MISMATCH, f"{pages.tag!r} was replaced while it was exported; try again.")
-                check_chunks(follow, first, len(more))
-        except BaseException:
-            fdpass.close_all(fds)
-            raise
-        return Allocation(pages.tag, pages.size_bytes, pages.chunk_bytes, fds, created=pages.created)
+                lease.close_lock()
 
 
 def digests_of(place: Reservation, info: AllocationInfo, manifest: bytes, algorithm: Hash) -> list[bytes]:

@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Self
 
 from gms import fdpass, protocol
+from gms.connection import Connection
 from gms.mapping import Chunk
 from gms.protocol import MAX_FDS, MAX_PARTS, ErrorCode, GmsError, Part
 
@@ -75,6 +76,29 @@ def check_chunks(pages: protocol.Pages, first: int, received: int) -> None:
             f"The memory service sent {received} chunks of {pages.tag!r} from number {pages.first} on; due were {due} "
             f"from number {first} on.",
         )
+
+
+def receive_allocation(
+    connection: Connection, request: protocol.Allocate | protocol.Export, *, wait_seconds: float = 0.0
+) -> Allocation:
+    """One allocation with all its chunks, which take several replies if they are many."""
+    fds: list[int] = []
+    try:
+        pages = connection.call(request, protocol.Pages, wait_seconds=wait_seconds, received=fds)
+        check_chunks(pages, 0, len(fds))
+        while len(fds) < chunk_count(pages):
+            more: list[int] = []
+            export = protocol.Export(pool=request.pool, tag=request.tag, first=len(fds))
+            follow = connection.call(export, protocol.Pages, received=more)
+            first = len(fds)
+            fds += more
+            if (follow.size_bytes, follow.chunk_bytes) != (pages.size_bytes, pages.chunk_bytes):
+                raise GmsError(ErrorCode.MISMATCH, f"{pages.tag!r} was replaced while it was exported; try again.")
+            check_chunks(follow, first, len(more))
+    except BaseException:
+        fdpass.close_all(fds)
+        raise
+    return Allocation(pages.tag, pages.size_bytes, pages.chunk_bytes, fds, created=pages.created)
 
 
 def hand_back_messages(allocations: Sequence[Allocation]) -> list[tuple[list[Part], list[int]]]:

@@ -18,6 +18,7 @@ from gms import fdpass, protocol
 from gms.backends.host import HostBackend
 from gms.client import GmsClient, GmsError, LeaseMode
 from gms.factory import digest
+from gms.pages import receive_allocation
 from gms.protocol import MAX_FDS, MAX_FIRST_FRAME, MAX_FRAME, MAX_MANIFEST
 from gms.server import MAX_CLIENTS, Server
 from gms.service import MemoryService
@@ -353,7 +354,7 @@ def test_what_a_client_does_not_take(tmp_path: Path, answer: protocol.Reply | by
             threading.Timer(20 * MS, client.close).start()
         request = protocol.Allocate(pool="kv", tag="w", size_bytes=8192)
         with pytest.raises(GmsError) as caught:
-            client._pages(request)
+            receive_allocation(client._connection, request)
         assert caught.value.code == (code or "closed")
 
 

@@ -66,7 +66,7 @@ class FakeClient:
 class FakeLease(Lease):
     def __init__(self, client: FakeClient) -> None:
         granted = Granted(mode=LeaseMode.RW, generation=3, fresh=False, manifest=b"", allocations=[])
-        super().__init__(client, "kv", 7, granted, [])  # type: ignore[arg-type]
+        super().__init__(client, "kv", 7, granted, [], on_release=lambda _: None)  # type: ignore[arg-type]
         self.fake = client
 
     def release(self, *, quiesced: bool = False) -> None:
