@@ -7,7 +7,7 @@ the limit, and it is cancelled if they cannot be had. Entries belong to a (pool,
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Final, Generic, TypeVar
 
@@ -15,17 +15,27 @@ from gms.backends.base import Identity
 from gms.protocol import AllocationInfo, ErrorCode, GmsError
 
 MAX_CHUNKS: Final = 8192
-"""All allocations together. Each costs descriptors of the service, and all must fit into one status reply."""
+"""All allocations together: all must fit into one status reply. Each also costs descriptors of the service, whose
+process may have fewer."""
 
 P = TypeVar("P")
+
+
+class NoRoomError(GmsError):
+    """out_of_memory: it would fit if `missing_bytes` more were free."""
+
+    def __init__(self, message: str, *, missing_bytes: int, retryable: bool) -> None:
+        super().__init__(ErrorCode.OUT_OF_MEMORY, message, retryable=retryable)
+        self.missing_bytes = missing_bytes
 
 
 @dataclass(slots=True, eq=False)
 class Entry(Generic[P]):
     """One allocation, in chunks. `owner` is who asked for it ("engine a"), `client` its number, 0 for one of an earlier
     service. `pages` has None where a chunk is not filled yet, or not handed back; `digests` are those of its pieces,
-    in the order of `gms.integrity.pieces`, once it is committed. A table makes the list when it takes the entry: until
-    then nothing is as long as a client likes."""
+    in the order of `gms.integrity.pieces`, once it is committed. `frozen` is false for one that was being committed
+    when the service died: it may have been frozen since it was identified. A table makes the list of pages when it
+    takes the entry: until then nothing is as long as a client likes."""
 
     pool: str
     generation: int
@@ -36,6 +46,7 @@ class Entry(Generic[P]):
     client: int = 0
     identities: list[Identity] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)
+    frozen: bool = True
     pages: list[P | None] = field(default_factory=list)
 
     @property
@@ -53,10 +64,11 @@ class Entry(Generic[P]):
 
 
 class AllocationTable(Generic[P]):
-    """`limit_bytes`: the most that may be allocated at a time, None for no limit."""
+    """`limit_bytes`: the most that may be allocated at a time, None for no limit; `max_chunks` likewise, of chunks."""
 
-    def __init__(self, limit_bytes: int | None = None) -> None:
+    def __init__(self, limit_bytes: int | None = None, *, max_chunks: int = MAX_CHUNKS) -> None:
         self.limit_bytes = limit_bytes
+        self._max_chunks = max_chunks
         self._entries: dict[tuple[str, int], dict[str, Entry[P]]] = {}
         self._manifests: dict[tuple[str, int], bytes] = {}
         self._chunks = 0
@@ -65,9 +77,11 @@ class AllocationTable(Generic[P]):
         self.total_bytes = 0
         self.high_water_bytes = 0
 
-    def reserve(self, entry: Entry[P]) -> None:
-        """Makes room for an allocation. Raises GmsError: out_of_memory (retryable unless it can never fit), too_many,
-        exists, size_mismatch."""
+    def reserve(self, entry: Entry[P], *, lasting: Callable[[], int] = lambda: 0) -> None:
+        """Makes room for an allocation. `lasting` is how many bytes stay, whatever goes by itself.
+
+        Raises NoRoomError, retryable if it fits beside those; GmsError: too_many, exists, size_mismatch.
+        """
         if (existing := self.get(entry.pool, entry.generation, entry.tag)) is not None:
             if existing.size_bytes == entry.size_bytes:
                 raise GmsError(
@@ -79,16 +93,17 @@ class AllocationTable(Generic[P]):
                 f"{entry.tag!r} exists in {entry.pool} with {existing.size_bytes} bytes, {entry.size_bytes} were asked "
                 "for; use another tag, or engines of one configuration.",
             )
-        if self._chunks + entry.chunks > MAX_CHUNKS:
-            raise GmsError(
-                ErrorCode.TOO_MANY,
-                f"{self._chunks} chunks of memory stand already, {entry.chunks} more are too many (the most is "
-                f"{MAX_CHUNKS}); allocate fewer and larger ones, or raise --chunk-size.",
-            )
+        if self._chunks + entry.chunks > self._max_chunks:
+            raise GmsError(ErrorCode.TOO_MANY, self._too_many(entry))
         if self.limit_bytes is not None and self.total_bytes + entry.size_bytes > self.limit_bytes:
-            possible = entry.size_bytes <= self.limit_bytes
-            raise GmsError(ErrorCode.OUT_OF_MEMORY, self._full(entry), retryable=possible)
+            fits = self.fits_beside(lasting(), entry)
+            missing = self.total_bytes + entry.size_bytes - self.limit_bytes
+            raise NoRoomError(self._full(entry, fits), missing_bytes=missing, retryable=fits)
         self.restore(entry)
+
+    def fits_beside(self, held_bytes: int, entry: Entry[P]) -> bool:
+        """Whether the limit allows an allocation if no more than this is held; with 0, whether it ever can."""
+        return self.limit_bytes is None or held_bytes + entry.size_bytes <= self.limit_bytes
 
     def restore(self, entry: Entry[P]) -> None:
         """Counts an allocation that stands already, whatever the limit."""
@@ -184,8 +199,17 @@ class AllocationTable(Generic[P]):
             pairs[f"{entry.pool} of {entry.owner}"] += entry.size_bytes
         return ", ".join(f"{amount} by {who}" for who, amount in pairs.most_common(5)) or "nothing"
 
-    def _full(self, entry: Entry[P]) -> str:
+    def _full(self, entry: Entry[P], fits: bool) -> str:
+        next_ = "Try again, since part of that is about to go; else raise" if fits else "Raise"
         return (
             f"{entry.size_bytes} bytes for {entry.tag!r} in {entry.pool} do not fit: the memory limit is "
-            f"{self.limit_bytes}, held are {self.holders()}. Raise --memory-limit, or end one of them."
+            f"{self.limit_bytes}, held are {self.holders()}. {next_} --memory-limit, or end one of them."
+        )
+
+    def _too_many(self, entry: Entry[P]) -> str:
+        files = self._max_chunks < MAX_CHUNKS
+        return (
+            f"{self._chunks} chunks of memory stand already, {entry.chunks} more are too many (the most is "
+            f"{self._max_chunks}{', since this service may not open more files' if files else ''}); allocate fewer and "
+            f"larger ones, {'allow it more (ulimit -n), ' if files else ''}or raise --chunk-size."
         )

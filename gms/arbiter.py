@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Final
 
 from gms.epoch_pool import EpochPool
-from gms.leases import Action, Generations, Held, Pool, Refuse, Request
-from gms.protocol import ErrorCode
+from gms.leases import Action, Generations, Held, Pool, PoolState, Refuse, Request
+from gms.protocol import ErrorCode, LeaseMode
 from gms.staged_pool import StagedPool
 
 MAX_POOLS: Final = 64
@@ -31,19 +31,21 @@ class Arbiter:
         """The highest that was ever given out."""
         return self._generations.last
 
-    def restore(self, pool: str, *, adopting: int, fence: int, lease_epoch: int) -> None:
-        """What a journal says of a pool. `adopting` is the generation that is to be handed back, 0 if none is."""
-        if not staged(pool):
-            made = EpochPool(pool, self._generations, adopting=adopting, fence=fence, lease_epoch=lease_epoch)
-            self._pools[pool] = made
-        elif adopting:
-            self._pools[pool] = StagedPool(pool, self._generations, adopting=adopting)
+    def restore_weights(self, pool: str, *, adopting: int, returning: int, corrupt: str, condemned: int) -> None:
+        """What a journal says of weights; see `StagedPool`."""
+        self._pools[pool] = StagedPool(
+            pool, self._generations, adopting=adopting, returning=returning, corrupt=corrupt, condemned=condemned
+        )
+
+    def restore_kv(self, pool: str, *, adopting: int, fence: int, lease_epoch: int) -> None:
+        """What a journal says of a pool with one holder; see `EpochPool`."""
+        self._pools[pool] = EpochPool(pool, self._generations, adopting=adopting, fence=fence, lease_epoch=lease_epoch)
 
     def attach(self, request: Request) -> list[Action]:
         pool = self._pools.get(request.pool)
         evicted: list[Action] = []
         if pool is None:
-            if len(self._pools) >= MAX_POOLS:
+            if len(self._pools) >= MAX_POOLS and request.mode is not LeaseMode.RO:  # that one could only wait
                 evicted = self.evict()
             if len(self._pools) >= MAX_POOLS:
                 message = (
@@ -79,9 +81,16 @@ class Arbiter:
             raise ValueError(f"{pool} has no readers")
         found.rejoin(client)
 
-    def settle(self, pool: str) -> list[Action]:
-        """The pages of an ADOPTING pool will not come back."""
-        return self._tidy(pool, self._pools[pool].settle()) if pool in self._pools else []
+    def write_on(self, client: int, pool: str) -> None:
+        """The writer of a generation that was being committed has handed it back. Raises ValueError if none was."""
+        found = self._pools[pool]
+        if not isinstance(found, StagedPool):
+            raise ValueError(f"{pool} has no writers that come back")
+        found.write_on(client)
+
+    def settle(self, pool: str, generation: int) -> list[Action]:
+        """The pages of an awaited generation will not come back."""
+        return self._tidy(pool, self._pools[pool].settle(generation)) if pool in self._pools else []
 
     def condemn(self, pool: str, reason: str) -> list[Action]:
         """What is committed there is not what was written."""
@@ -95,14 +104,31 @@ class Arbiter:
                 return self._tidy(name, actions)
         return []
 
+    def unused(self) -> list[tuple[str, int]]:
+        """Pool and generation of all that `evict` would give up, one call after the other."""
+        staged_pools = (pool for pool in self._pools.values() if isinstance(pool, StagedPool))
+        return [(pool.name, pool.current) for pool in staged_pools if pool.unused]
+
+    def lasting(self) -> set[tuple[str, int]]:
+        """Pool and generation of all that does not go by itself: what clients have a lease on, and KV pages that are
+        kept for the next holder. Not so what waits for proof or to be handed back."""
+        held = {(pool.name, lease.generation) for pool in self._pools.values() for lease in pool.held()}
+        kept = {
+            (pool.name, pool.current)
+            for pool in self._pools.values()
+            if isinstance(pool, EpochPool) and pool.state is PoolState.COMMITTED
+        }
+        return held | kept
+
     def expire(self, now: float) -> list[Action]:
         return [a for name, pool in list(self._pools.items()) for a in self._tidy(name, pool.expire(now))]
 
     def next_deadline(self) -> float | None:
         return min((request.deadline for pool in self._pools.values() for request in pool.waiting()), default=None)
 
-    def adopting(self) -> list[str]:
-        return [name for name, pool in self._pools.items() if pool.adopting]
+    def awaited(self) -> list[tuple[str, int]]:
+        """The generations that are to be handed back after a restart."""
+        return [(name, generation) for name, pool in self._pools.items() for generation in pool.awaited]
 
     def standing(self, pool: str) -> int:
         """See `gms.leases.Pool.standing`; 0 for a pool that there is not."""

@@ -17,6 +17,8 @@ class Client:
     instance: str
     pid: int | None
     processes: frozenset[tuple[str, int]] = frozenset()
+    pidfds: int = 1
+    """How many processes it named in its hello."""
 
     @property
     def label(self) -> str:

@@ -63,8 +63,12 @@ class EpochPool:
         return self._current
 
     @property
-    def adopting(self) -> bool:
-        return self._adopting
+    def recorded(self) -> int:
+        return self._current
+
+    @property
+    def awaited(self) -> list[int]:
+        return [self._current] if self._adopting else []
 
     def request(self, request: Request) -> list[Action]:
         if request.mode is not LeaseMode.RW:
@@ -115,8 +119,8 @@ class EpochPool:
         self._holder, self._unproved = client, None
         return self._grant()
 
-    def settle(self) -> list[Action]:
-        if not self._adopting:
+    def settle(self, generation: int) -> list[Action]:
+        if generation not in self.awaited:
             return []
         lost, self._current, self._adopting = self._current, 0, False
         return [Drop(self.name, lost), *self._grant()]
@@ -126,7 +130,7 @@ class EpochPool:
         if self._waiter is None or self._waiter.deadline > now:
             return []
         if self._adopting:
-            return self.settle()
+            return self.settle(self._current)
         suspect = self._holder if self._holder is not None else self._unproved
         if suspect is not None:
             self._orphans[self._current] = suspect

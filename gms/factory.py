@@ -45,16 +45,20 @@ async def running(settings: GmsSettings) -> AsyncIterator[asyncio.Future[DeviceE
             from gms.metrics import Metrics  # 90 ms of imports that a service without metrics need not wait for
 
             metrics = Metrics()
-        service = MemoryService(
-            backend,
-            device=settings.device,
-            algorithm=digest,
-            journal=_journal(settings.socket),
-            limit_bytes=None if settings.memory_limit is None else int(settings.memory_limit),
-            adopt_seconds=settings.adopt_timeout_seconds,
-            observer=metrics,
-            fail=fail,
-        )
+        try:
+            service = MemoryService(
+                backend,
+                device=settings.device,
+                algorithm=digest,
+                algorithm_name="xxh3_128",
+                journal=_journal(settings.socket),
+                limit_bytes=None if settings.memory_limit is None else int(settings.memory_limit),
+                adopt_seconds=settings.adopt_timeout_seconds,
+                observer=metrics,
+                fail=fail,
+            )
+        except GmsError as error:
+            raise StartError(str(error)) from error
         stack.callback(service.close)
         server = Server(service)
         stack.push_async_callback(server.close)

@@ -29,6 +29,7 @@ from gms.backends.base import Identity
 FORMAT: Final = 1
 _DIGEST_BYTES: Final = 16
 _COPIES: Final = ("a", "b")
+_COMMITTING: Final = "-c"
 
 
 class AllocationRecord(Struct, frozen=True, kw_only=True):
@@ -42,7 +43,11 @@ class AllocationRecord(Struct, frozen=True, kw_only=True):
 
 class PoolRecord(Struct, frozen=True, kw_only=True):
     """`generation` 0: the pool had no pages, only epochs (`fence`, `lease_epoch`: see `gms.epoch_pool.EpochPool`).
-    `highest_generation` is that of all pools when this was written."""
+    `highest_generation` is that of all pools when this was written.
+
+    `committing`: its writer had asked for the commit of this generation; the pool has another record for the one that
+    stood before. `corrupt`: why this generation was given to nobody any more. `processes`: how many stood behind the
+    holder of a pool that has one. `algorithm`: what the digests are."""
 
     device_id: str
     pool: str
@@ -52,6 +57,10 @@ class PoolRecord(Struct, frozen=True, kw_only=True):
     lease_epoch: int
     manifest: bytes
     allocations: list[AllocationRecord]
+    committing: bool = False
+    corrupt: str = ""
+    processes: int = 0
+    algorithm: str = ""
     format: int = FORMAT
 
 
@@ -71,7 +80,7 @@ class Journal:
             raise PermissionError(13, "it is not this user's alone (0700)", str(folder))
         self._folder = folder
         self._serial = 0
-        self._saved: dict[str, PoolRecord] = {}
+        self._saved: dict[str, PoolRecord] = {}  # by the stem of its files
         self._lingering: set[Path] = set()
         self.highest_generation = 0
         """The highest that a record or a living client's lease names: a higher one means nothing to anybody."""
@@ -99,39 +108,38 @@ class Journal:
         for path in self._folder.glob("*.new"):
             _remove(path)
         self._saved = {
-            sealed.record.pool: sealed.record
-            for stem, sealed in found.items()
-            if copies[stem, sealed.serial] == len(_COPIES)
+            stem: sealed.record for stem, sealed in found.items() if copies[stem, sealed.serial] == len(_COPIES)
         }
         return [sealed.record for sealed in found.values()]
 
     def save(self, record: PoolRecord) -> None:
         """Writes a pool's record if it differs from the last one. Raises OSError: the last one stands then, or this one
         if its first copy could still be written."""
-        if self._saved.get(record.pool) == record:
+        stem = _stem(record.pool, committing=record.committing)
+        if self._saved.get(stem) == record:
             return
-        self._saved.pop(record.pool, None)
+        self._saved.pop(stem, None)
         self._serial += 1
         raw = _seal(_Sealed(self._serial, record))
-        stem = self._folder / _stem(record.pool)
         for copy in _COPIES:
-            new = stem.with_suffix(f".{copy}.new")
+            new = self._folder / f"{stem}.{copy}.new"
             try:
                 descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
                 with open(descriptor, "wb") as file:
                     file.write(raw)
-                new.replace(stem.with_suffix(f".{copy}"))
+                new.replace(self._folder / f"{stem}.{copy}")
             except OSError:
                 _remove(new)
                 raise
-        self._saved[record.pool] = record
+        self._saved[stem] = record
 
-    def forget(self, pool: str) -> None:
-        """There is nothing left of the pool that could be handed back. Raises OSError."""
-        self._saved.pop(pool, None)
+    def forget(self, pool: str, *, committing: bool = False) -> None:
+        """There is nothing left of the pool that could be handed back; or no commit under way. Raises OSError."""
+        stem = _stem(pool, committing=committing)
+        self._saved.pop(stem, None)
         for copy in _COPIES:
             with suppress(FileNotFoundError):
-                (self._folder / _stem(pool)).with_suffix(f".{copy}").unlink()
+                (self._folder / f"{stem}.{copy}").unlink()
 
     def open_lease(self, pool: str, generation: int) -> tuple[int, Path]:
         """A locked descriptor for the client, closed here once it is sent, and the file behind it. Raises OSError."""
@@ -162,7 +170,7 @@ class Journal:
         """Removes what is of no use to a next service, the folder included if nothing is. A pool's record is of use as
         long as a client lives that held any of its generations: it may have to be told that it was fenced."""
         for path in self._folder.glob("*.[ab]"):
-            if not self._any_locked(f"{path.stem}.*.lease"):
+            if not self._any_locked(f"{path.stem.removesuffix(_COMMITTING)}.*.lease"):
                 _remove(path)
         self._any_locked("*.lease")
         with suppress(OSError):  # not empty
@@ -185,8 +193,8 @@ class Journal:
         self._lingering -= free
 
 
-def _stem(pool: str) -> str:
-    return hashlib.sha256(pool.encode()).hexdigest()[:24]
+def _stem(pool: str, *, committing: bool = False) -> str:
+    return hashlib.sha256(pool.encode()).hexdigest()[:24] + (_COMMITTING if committing else "")
 
 
 def _seal(sealed: _Sealed) -> bytes:
@@ -205,7 +213,7 @@ def _unseal(raw: bytes, stem: str) -> _Sealed:
         raise ValueError(f"another release wrote it: {error}") from error
     if sealed.record.format != FORMAT:
         raise ValueError(f"it has format {sealed.record.format}, this release reads {FORMAT}")
-    if _stem(sealed.record.pool) != stem:
+    if _stem(sealed.record.pool, committing=sealed.record.committing) != stem:
         raise ValueError(f"it is the record of {sealed.record.pool}, under another pool's name")
     return sealed
 

@@ -114,7 +114,15 @@ class Pool(Protocol):
         ...
 
     @property
-    def adopting(self) -> bool: ...
+    def recorded(self) -> int:
+        """The generation that the next service must know of; 0 for none."""
+        ...
+
+    @property
+    def awaited(self) -> list[int]:
+        """Generations that are to be handed back after a restart."""
+        ...
+
     @property
     def corrupt(self) -> str:
         """Why what was committed is given to nobody any more; empty if all is well."""
@@ -144,8 +152,8 @@ class Pool(Protocol):
         where nothing was to be."""
         ...
 
-    def settle(self) -> list[Action]:
-        """No more will be handed back: goes on without."""
+    def settle(self, generation: int) -> list[Action]:
+        """No more of this generation will be handed back: goes on without. Harmless if it is not awaited."""
         ...
 
     def suspects(self) -> Iterator[int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Generic, TypeVar
 
 from gms import protocol, reporting
@@ -41,6 +41,8 @@ class Leasing(Generic[P]):
         self._store = store
         self._ledger = ledger
         self._events = events
+        self.expel: Callable[[int], None] = lambda client: None
+        """Ends a client's connection; the server's to give."""
         self._clients: dict[int, Client] = {}
         self._keys = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Grant]] = {}
@@ -122,14 +124,26 @@ class Leasing(Generic[P]):
             self.arbiter.inherit(pool, others, client.id)
 
     def condemn(self, pool: str, reason: str) -> None:
-        """What is committed there is not what was written: nobody gets it any more."""
+        """What is committed there is not what was written: nobody gets it any more, and who reads it must stop."""
         detail = f"{pool} is given to nobody any more: {reason}"
         self._events.emit("corrupt", detail, pool=pool, level=logging.ERROR)
+        generation = self.arbiter.standing(pool)
+        readers = [held.client for held in self.arbiter.pools[pool].held() if held.generation == generation]
         self.apply(self.arbiter.condemn(pool, reason))
         self._ledger.record(pool)
+        for reader in readers:
+            self.expel(reader)
 
-    def evict(self) -> bool:
-        """Makes room by giving up weights that nobody uses; False if there are none."""
+    def lasting_bytes(self) -> int:
+        """How much memory does not go by itself. What is being filled may fail, and does not count."""
+        entries = (entry for generation in self.arbiter.lasting() for entry in self._table.entries(*generation))
+        return sum(entry.size_bytes for entry in entries if entry.filled)
+
+    def evict(self, missing_bytes: int = 0) -> bool:
+        """Makes room by giving up the oldest weights that nobody uses. False, and all stay, if that much would not come
+        free even with all of them gone."""
+        if sum(self._table.bytes_of(*generation) for generation in self.arbiter.unused()) < missing_bytes:
+            return False
         actions = self.arbiter.evict()
         for action in actions:
             if isinstance(action, Drop):
@@ -170,4 +184,12 @@ class Leasing(Generic[P]):
             self._timer = None
         deadline = self.arbiter.next_deadline()
         if deadline is not None:
-            self._timer = self._loop.call_at(deadline, lambda: self.apply(self.arbiter.expire(self._loop.time())))
+            self._timer = self._loop.call_at(deadline, self._expire)
+
+    def _expire(self) -> None:
+        awaited = self.arbiter.awaited()
+        self.apply(self.arbiter.expire(self._loop.time()))
+        for pool, generation in awaited:
+            if (pool, generation) not in self.arbiter.awaited():
+                detail = f"{pool}: generation {generation} was not handed back before a newer epoch needed the pool"
+                self._events.emit("given_up", detail, pool=pool, level=logging.WARNING)

@@ -6,8 +6,11 @@ A journal that cannot be written stops nothing. It is told, and what is lost is 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Generic, TypeVar
+
+import msgspec
 
 from gms.allocations import AllocationTable
 from gms.arbiter import Arbiter, staged
@@ -29,12 +32,15 @@ class Ledger(Generic[P]):
         table: AllocationTable[P],
         events: EventLog,
         device_id: str,
+        algorithm: str,
     ) -> None:
         self._journal = journal
         self._arbiter = arbiter
         self._table = table
         self._events = events
         self._device_id = device_id
+        self._algorithm = algorithm
+        self._processes: dict[str, int] = {}
         self._leases: dict[tuple[int, str], Path] = {}
         self._unwritten: dict[str, str] = {}  # pool -> why its record is not as it should be
         self._unlocked: dict[tuple[int, str], str] = {}  # (client, pool) -> why that lease has no descriptor
@@ -55,7 +61,16 @@ class Ledger(Generic[P]):
             all(self._written(self._journal, other) for other in list(self._unwritten))
         self._tell(before)
 
-    def open_lease(self, client: int, pool: str, generation: int) -> list[int]:
+    def begin_commit(self, name: str, generation: int, manifest: bytes) -> None:
+        """A writer asked for a commit: if the service ends before it is done, the writer can hand its pages back and
+        ask again."""
+        self._write_commit(name, lambda journal: journal.save(self._about(name, generation, manifest, committing=True)))
+
+    def end_commit(self, name: str) -> None:
+        """It is done, or was refused."""
+        self._write_commit(name, lambda journal: journal.forget(name, committing=True))
+
+    def open_lease(self, client: int, pool: str, generation: int, *, processes: int) -> list[int]:
         """The locked descriptor for a new lease; the caller sends and closes it. Empty if there can be none."""
         if self._journal is None:
             return []
@@ -66,6 +81,9 @@ class Ledger(Generic[P]):
             self._unlocked[client, pool] = str(error)
             self._tell(before)
             return []
+        if self._processes.get(pool) != processes and not staged(pool):
+            self._processes[pool] = processes
+            self.record(pool)
         self.close_lease(client, pool)
         self._leases[client, pool] = path
         return [descriptor]
@@ -89,7 +107,7 @@ class Ledger(Generic[P]):
     def _written(self, journal: Journal, name: str) -> bool:
         pool = self._arbiter.pools.get(name)
         try:
-            if pool is None or (staged(name) and not pool.standing):
+            if pool is None or (staged(name) and not pool.recorded):
                 journal.forget(name)
             else:
                 journal.save(self._describe(name, pool))
@@ -106,15 +124,36 @@ class Ledger(Generic[P]):
         elif before and not self.problem:
             self._events.emit("journal", "The journal can be written again.")
 
+    def _write_commit(self, name: str, write: Callable[[Journal], None]) -> None:
+        if self._journal is None:
+            return
+        before = self.problem
+        try:
+            write(self._journal)
+        except OSError as error:
+            self._unwritten[name] = str(error)
+        self._tell(before)
+
     def _describe(self, name: str, pool: Pool) -> PoolRecord:
+        return msgspec.structs.replace(
+            self._about(name, pool.recorded, self._table.manifest(name, pool.recorded)),
+            fence=pool.epoch,
+            lease_epoch=pool.lease_epoch,
+            processes=self._processes.get(name, 0),
+            corrupt=pool.corrupt,
+        )
+
+    def _about(self, name: str, generation: int, manifest: bytes, *, committing: bool = False) -> PoolRecord:
         return PoolRecord(
             device_id=self._device_id,
             pool=name,
-            generation=pool.standing,
+            generation=generation,
             highest_generation=self._arbiter.last_generation,
-            fence=pool.epoch,
-            lease_epoch=pool.lease_epoch,
-            manifest=self._table.manifest(name, pool.standing),
+            fence=0,
+            lease_epoch=0,
+            manifest=manifest,
+            committing=committing,
+            algorithm=self._algorithm,
             allocations=[
                 AllocationRecord(
                     tag=entry.tag,
@@ -124,7 +163,7 @@ class Ledger(Generic[P]):
                     identities=list(entry.identities),
                     digests=entry.digests,
                 )
-                for entry in self._table.entries(name, pool.standing)
+                for entry in self._table.entries(name, generation)
                 if len(entry.identities) == entry.chunks  # else it is still being filled
             ],
         )

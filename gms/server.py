@@ -12,13 +12,13 @@ import itertools
 import logging
 import os
 import socket
-import struct
 from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
 from gms import fdpass, protocol
 from gms.channel import SEND_SECONDS, Channel
 from gms.clients import Client
+from gms.peers import check_peer, pid_of, prefer_peer_pidfd, processes_of
 from gms.protocol import ErrorCode, GmsError
 from gms.service import MemoryService
 
@@ -28,8 +28,6 @@ HELLO_SECONDS: Final = 5.0
 MAX_CLIENTS: Final = 128
 """Connections, and gone clients whose processes still have to end, together."""
 ACCEPT_PAUSE_SECONDS: Final = 0.1
-SO_PEERPIDFD: Final = 77
-"""Linux 6.5; not in the socket module."""
 
 
 @dataclass(slots=True, eq=False)
@@ -40,6 +38,8 @@ class Session:
     task: asyncio.Task[None]
     alive: set[int] = field(default_factory=set)
     connected: bool = True
+    answering: bool = False
+    expelled: bool = False
 
 
 class Server:
@@ -61,6 +61,7 @@ class Server:
         self._sessions: dict[int, Session] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._listener: socket.socket | None = None
+        service.expel_with(self._expel)
 
     def start(self, listener: socket.socket) -> None:
         self._listener = listener
@@ -107,8 +108,8 @@ class Server:
         try:
             async with asyncio.timeout(self._hello_seconds):
                 session = await self._greet(channel, connection, task)
-            while True:
-                await self._answer(channel, session.client)
+            while not session.expelled:
+                await self._answer(channel, session)
         except GmsError as error:
             log.warning("a connection is ended: %s", error)
             channel.send_now(_failure(error))
@@ -126,7 +127,7 @@ class Server:
                 self._left(session)
 
     async def _greet(self, channel: Channel, connection: socket.socket, task: asyncio.Task[None]) -> Session:
-        _check_peer(connection)
+        check_peer(connection)
         self._sweep()
         if len(self._tasks) + sum(not s.connected for s in self._sessions.values()) > MAX_CLIENTS:
             raise GmsError(
@@ -140,11 +141,11 @@ class Server:
             if not isinstance(hello, protocol.Hello):
                 raise GmsError(ErrorCode.BAD_MESSAGE, "The first message must be a hello; this client is broken.")
             self._check_hello(hello, fds)
-            pids = [_pid_of(fd) for fd in fds]
-            _prefer_peer_pidfd(connection, fds)
+            pids = [pid_of(fd) for fd in fds]
+            prefer_peer_pidfd(connection, fds)
             pid = pids[0] if pids[0] > 0 else None
-            processes = _processes_of(fds, pids)
-            client = Client(next(self._ids), hello.client, hello.engine, hello.instance, pid, processes)
+            processes = processes_of(fds, pids)
+            client = Client(next(self._ids), hello.client, hello.engine, hello.instance, pid, processes, len(fds))
             session = Session(client, task, set(fds))
             fds.clear()
         finally:
@@ -182,9 +183,11 @@ class Server:
                 f"A hello announced {hello.fds} pidfds and {len(fds)} came; at least the client's own is due.",
             )
 
-    async def _answer(self, channel: Channel, client: Client) -> None:
+    async def _answer(self, channel: Channel, session: Session) -> None:
         """One request, one reply. What the service refuses is a reply; what breaks the protocol is raised."""
+        client = session.client
         frame, received = await channel.receive()
+        session.answering = True
         fds: list[int] = []
         try:
             try:
@@ -199,6 +202,7 @@ class Server:
                 reply = _failure(GmsError(ErrorCode.INTERNAL, f"The memory service failed: {error}; see its log."))
             await channel.send(reply, fds)
         finally:
+            session.answering = False
             fdpass.close_all(received)
             fdpass.close_all(fds)
 
@@ -253,6 +257,14 @@ class Server:
             else:
                 self._left(session)
 
+    def _expel(self, client: int) -> None:
+        """Ends a client's connection, after the reply that it waits for if there is one."""
+        session = self._sessions.get(client)
+        if session is not None and session.connected:
+            session.expelled = True
+            if not session.answering:
+                session.task.cancel()
+
     def _left(self, session: Session) -> None:
         wanted = self._service.leave(session.client.id, proof=not session.alive)
         log.debug("%s %s", session.client.label, "is disconnected, its end is awaited" if wanted else "is gone")
@@ -274,45 +286,3 @@ class Server:
 
 def _failure(error: GmsError) -> bytes:
     return protocol.encode(protocol.Failure(code=error.code, message=str(error), retryable=error.retryable))
-
-
-def _check_peer(connection: socket.socket) -> None:
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    _, uid, _ = struct.unpack("3i", credentials)
-    if uid not in (os.geteuid(), 0):
-        message = f"User {uid} may not use the memory service of user {os.geteuid()}; run both as one user."
-        raise GmsError(ErrorCode.NOT_PERMITTED, message)
-
-
-def _pid_of(pidfd: int) -> int:
-    """The process of a pidfd as seen from here: 0 if it is in another namespace, -1 if it is gone."""
-    with open(f"/proc/self/fdinfo/{pidfd}", encoding="ascii") as lines:
-        for line in lines:
-            if line.startswith("Pid:"):
-                return int(line.split()[1])
-    raise GmsError(ErrorCode.BAD_FDS, "A descriptor in a hello is not a pidfd; this client is broken.")
-
-
-def _processes_of(pidfds: list[int], pids: list[int]) -> frozenset[tuple[str, int]]:
-    """What is equal for pidfds of the same living processes and for no others: the inodes where pidfds have a file
-    system of their own (Linux 6.9) and do not share one with all other anonymous files; else the pids, which nobody
-    else gets as long as one of the pidfds is not readable. Empty if one of them cannot be told."""
-    other = os.eventfd(0, os.EFD_CLOEXEC)
-    try:
-        shared = os.fstat(other).st_dev
-    finally:
-        os.close(other)
-    found = [os.fstat(pidfd) for pidfd in pidfds]
-    if all(file.st_dev != shared for file in found):
-        return frozenset(("pidfs", file.st_ino) for file in found)
-    return frozenset(("pid", pid) for pid in pids) if min(pids) > 0 else frozenset()
-
-
-def _prefer_peer_pidfd(connection: socket.socket, fds: list[int]) -> None:
-    """Where the kernel itself names the peer's process, its word replaces the client's."""
-    try:
-        packed = connection.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD, struct.calcsize("i"))
-    except OSError:
-        return
-    os.close(fds[0])
-    (fds[0],) = struct.unpack("i", packed)

@@ -44,7 +44,9 @@ class Observer(Protocol):
 
 class MemoryService(Generic[P]):
     """One device's pools. `limit_bytes` bounds what is allocated at a time, None leaves it to the machine; without a
-    `journal` nothing outlives the service. `fail` is told, on any thread, of a device that cannot be gone on with."""
+    `journal` nothing outlives the service. Digests by another `algorithm_name` are not compared. `fail` is told, on any
+    thread, of a device that cannot be gone on with. Raises GmsError(wrong_device) if the journal is another device's,
+    and engines that live count on it."""
 
     def __init__(
         self,
@@ -52,6 +54,7 @@ class MemoryService(Generic[P]):
         *,
         device: str,
         algorithm: Hash,
+        algorithm_name: str = "",
         journal: Journal | None = None,
         limit_bytes: int | None = None,
         adopt_seconds: float = ADOPT_SECONDS,
@@ -70,12 +73,24 @@ class MemoryService(Generic[P]):
         records = journal.load() if journal is not None else []
         self._arbiter = Arbiter(after=journal.highest_generation if journal is not None else 0)
         self._ledger = Ledger(
-            journal, arbiter=self._arbiter, table=self._table, events=self.events, device_id=self.device_id
+            journal,
+            arbiter=self._arbiter,
+            table=self._table,
+            events=self.events,
+            device_id=self.device_id,
+            algorithm=algorithm_name,
         )
         self._leasing = Leasing(
             arbiter=self._arbiter, table=self._table, store=self._store, ledger=self._ledger, events=self.events
         )
-        self._adopter = None if journal is None else self._start_adopter(journal, records, adopt_seconds)
+        self._adopter = (
+            None if journal is None else self._start_adopter(journal, records, algorithm_name, adopt_seconds)
+        )
+
+    def expel_with(self, expel: Callable[[int], None]) -> None:
+        """`expel` ends a client's connection: its leases are not what it takes them for any more, and it will hear why
+        when it comes back with its pages."""
+        self._leasing.expel = expel
 
     def join(self, client: Client) -> None:
         self._leasing.join(client)
@@ -189,14 +204,18 @@ class MemoryService(Generic[P]):
         if not staged(message.pool):
             raise GmsError(ErrorCode.NOT_PERMITTED, f"{message.pool} is never committed; only weights pools are.")
         entries = [entry for entry in self._table.entries(message.pool, lease.generation) if entry.filled]
-        for entry in entries:
-            await self._store.freeze(entry)
-        for entry in entries:
-            entry.digests = await self._checker.to_keep(entry, message.manifest, message.digests)
-        self._leasing.get(client, message.pool, LeaseMode.RW)
-        self._table.put_manifest(message.pool, lease.generation, message.manifest)
-        self._leasing.apply(self._arbiter.commit(client.id, message.pool))
-        self._ledger.record(message.pool)
+        self._ledger.begin_commit(message.pool, lease.generation, message.manifest)
+        try:
+            for entry in entries:
+                await self._store.freeze(entry)
+            for entry in entries:
+                entry.digests = await self._checker.to_keep(entry, message.manifest, message.digests)
+            self._leasing.get(client, message.pool, LeaseMode.RW)
+            self._table.put_manifest(message.pool, lease.generation, message.manifest)
+            self._leasing.apply(self._arbiter.commit(client.id, message.pool))
+            self._ledger.record(message.pool)
+        finally:
+            self._ledger.end_commit(message.pool)
         detail = f"{client.label} committed {message.pool}, generation {lease.generation}"
         self.events.emit("committed", detail, pool=message.pool, client=client.label)
         granted = self._granted(message.pool, LeaseMode.RO, lease.generation)
@@ -219,7 +238,7 @@ class MemoryService(Generic[P]):
         outcome = "refused"
         try:
             self._leasing.inherit(client, message.pool)
-            await self._adopter.hand_back(client.id, client.label, message, fds)
+            await self._adopter.hand_back(client, message, fds)
             outcome = "taken"
         except GmsError as error:
             detail = f"{client.label} could not hand back {message.pool}: {error}"
@@ -249,7 +268,7 @@ class MemoryService(Generic[P]):
                 ErrorCode.NOT_ATTACHED,
                 f"This service cannot read its device: a reader of {message.pool} must verify it; attach first.",
             )
-        if pool is None or not staged(message.pool) or pool.adopting or not generation:
+        if pool is None or not staged(message.pool) or pool.awaited or not generation:
             raise GmsError(ErrorCode.NOT_FOUND, f"Nothing is committed to {message.pool} that could be verified.")
         return await self._verify(message.pool, generation, message.digests)
 
@@ -271,7 +290,7 @@ class MemoryService(Generic[P]):
             journal=self._ledger.problem,
         )
 
-    def _start_adopter(self, journal: Journal, records: list[PoolRecord], seconds: float) -> Adopter[P]:
+    def _start_adopter(self, journal: Journal, records: list[PoolRecord], algorithm: str, seconds: float) -> Adopter[P]:
         adopter = Adopter(
             leasing=self._leasing,
             table=self._table,
@@ -279,6 +298,7 @@ class MemoryService(Generic[P]):
             checker=self._checker,
             journal=journal,
             events=self.events,
+            algorithm=algorithm,
             seconds=seconds,
         )
         adopter.restore(records)
@@ -306,7 +326,7 @@ class MemoryService(Generic[P]):
         if mode is LeaseMode.RW:
             self._table.hand_over(pool, generation, client.label)
         granted = self._granted(pool, mode, generation)
-        fds = self._ledger.open_lease(client.id, pool, generation)
+        fds = self._ledger.open_lease(client.id, pool, generation, processes=client.pidfds)
         return msgspec.structs.replace(granted, fds=len(fds)), fds
 
     def _granted(self, pool: str, mode: LeaseMode, generation: int) -> protocol.Granted:

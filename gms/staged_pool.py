@@ -20,17 +20,33 @@ from gms.protocol import ErrorCode, LeaseMode
 
 
 class StagedPool:
-    """Weights: one writer, committed generations, many readers. `adopting` is the generation to be handed back."""
+    """Weights: one writer, committed generations, many readers.
+
+    After a restart `adopting` is the committed generation that its readers are to hand back, `returning` the one whose
+    writer had asked for the commit and is to hand back itself, each 0 for none. `corrupt` and `condemned`: what was
+    committed, and why nobody gets it.
+    """
 
     epoch: Final = 0
     lease_epoch: Final = 0
 
-    def __init__(self, name: str, generations: Iterator[int], *, adopting: int = 0) -> None:
+    def __init__(
+        self,
+        name: str,
+        generations: Iterator[int],
+        *,
+        adopting: int = 0,
+        returning: int = 0,
+        corrupt: str = "",
+        condemned: int = 0,
+    ) -> None:
         self.name = name
         self._generations = generations
         self._adopting = adopting
+        self._returning = returning
         self._committed = 0
-        self._corrupt = ""
+        self._corrupt = corrupt
+        self._condemned = condemned
         self._writer: Held | None = None
         self._readers: dict[int, int] = {}
         self._queue: list[Request] = []
@@ -38,7 +54,7 @@ class StagedPool:
 
     @property
     def state(self) -> PoolState:
-        if self._adopting:
+        if self._adopting or (self._returning and not self._committed):
             return PoolState.ADOPTING
         if self._writer is not None:
             return PoolState.WRITING
@@ -56,8 +72,13 @@ class StagedPool:
         return self._committed or self._adopting
 
     @property
-    def adopting(self) -> bool:
-        return bool(self._adopting)
+    def recorded(self) -> int:
+        """The condemned one too, if nothing came after it: its readers must still be told."""
+        return self.standing or self._condemned
+
+    @property
+    def awaited(self) -> list[int]:
+        return [generation for generation in (self._adopting, self._returning) if generation]
 
     @property
     def corrupt(self) -> str:
@@ -65,7 +86,8 @@ class StagedPool:
 
     @property
     def idle(self) -> bool:
-        return not (self.current or self._queue or self._aborted or self._readers or self._corrupt)
+        kept = self._returning or self._queue or self._aborted or self._readers or self._corrupt
+        return not (self.current or kept)
 
     def request(self, request: Request) -> list[Action]:
         if any(held.client == request.client for held in self.held()):
@@ -92,7 +114,7 @@ class StagedPool:
         if self._writer is None or self._writer.client != client:
             raise ValueError(f"client {client} does not write {self.name}")
         replaced, self._committed, self._writer = self._committed, self._writer.generation, None
-        self._corrupt = ""
+        self._corrupt, self._condemned = "", 0
         unread = replaced and replaced not in self._readers.values()
         self._readers[client] = self._committed
         return ([Drop(self.name, replaced)] if unread else []) + self._grant()
@@ -116,22 +138,36 @@ class StagedPool:
             raise ValueError(f"nothing is committed to {self.name}")
         self._readers[client] = self._committed
 
-    def settle(self) -> list[Action]:
-        lost, self._adopting = self._adopting, 0
-        return ([Drop(self.name, lost)] if lost else []) + self._grant()
+    def write_on(self, client: int) -> None:
+        """The writer has handed back what it wrote, and goes on."""
+        if not self._returning:
+            raise ValueError(f"no writer of {self.name} is to come back")
+        self._writer, self._returning = Held(client, LeaseMode.RW, self._returning), 0
+
+    def settle(self, generation: int) -> list[Action]:
+        if generation not in self.awaited:
+            return []
+        self._adopting = 0 if generation == self._adopting else self._adopting
+        self._returning = 0 if generation == self._returning else self._returning
+        return [Drop(self.name, generation), *self._grant()]
 
     def condemn(self, reason: str) -> list[Action]:
         """What is committed is wrong: its readers may keep it, nobody else gets it, and the next writer replaces it."""
         wrong, self._committed, self._adopting = self.standing, 0, 0
         if not wrong:
             return []
-        self._corrupt = reason
+        self._corrupt, self._condemned = reason, wrong
         unread = wrong not in self._readers.values()
         return ([Drop(self.name, wrong)] if unread else []) + self._grant()
 
+    @property
+    def unused(self) -> bool:
+        """Whether something is committed that nobody uses or asks for."""
+        return self.state is PoolState.COMMITTED and not self._queue
+
     def evict(self) -> list[Action]:
-        """Gives up what is committed if nobody uses it or asks for it."""
-        if self.state is not PoolState.COMMITTED or self._queue:
+        """Gives it up if it is unused."""
+        if not self.unused:
             return []
         unused, self._committed = self._committed, 0
         return [Drop(self.name, unused)]
@@ -153,7 +189,7 @@ class StagedPool:
         return self._queue
 
     def cause(self) -> Cause:
-        if self._adopting:
+        if self._adopting or self._returning:
             return Cause.ADOPTION
         return Cause.WRITER if self._writer is not None else Cause.EMPTY
 
@@ -181,7 +217,7 @@ class StagedPool:
             if request.mode is not LeaseMode.RW and self._committed:
                 self._readers[request.client] = self._committed
                 actions.append(Grant(request, LeaseMode.RO, self._committed))
-            elif request.mode is not LeaseMode.RO and self._writer is None:
+            elif request.mode is not LeaseMode.RO and self._writer is None and not self._returning:
                 self._writer = Held(request.client, LeaseMode.RW, next(self._generations))
                 actions.append(Grant(request, LeaseMode.RW, self._writer.generation))
             elif request.mode is LeaseMode.RO and self._corrupt and self._writer is None:

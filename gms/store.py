@@ -159,7 +159,7 @@ class PageStore(Generic[P]):
             count = len(entry.identities)
             raise GmsError(ErrorCode.MISMATCH, f"{entry.tag!r} of {entry.pool} has {count} chunks, none is {index}.")
         kept = os.dup(fd)  # the call may still be under way when the client is gone, and its descriptors closed
-        adoption = self._submit(self.backend.adopt, kept, entry.identities[index])
+        adoption = self._submit(self._adopt, kept, entry, index)
         adoption.add_done_callback(lambda _: os.close(kept))
         try:
             pages = await self._pages(adoption)
@@ -173,6 +173,15 @@ class PageStore(Generic[P]):
             entry.pages[index] = pages
         else:
             self._submit_destroy(pages)
+
+    def _adopt(self, fd: int, entry: Entry[P], index: int) -> P:
+        identity = entry.identities[index]
+        try:
+            return self.backend.adopt(fd, identity)
+        except ForeignPagesError:
+            if entry.frozen:
+                raise
+            return self.backend.adopt(fd, self.backend.frozen(identity))
 
     def close(self) -> None:
         """Gives all memory back. No call may be under way."""

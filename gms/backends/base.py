@@ -95,6 +95,10 @@ class MemoryBackend(Protocol[P]):
         """What `adopt` will compare."""
         ...
 
+    def frozen(self, identity: Identity) -> Identity:
+        """What `identify` says of the same chunk once it is frozen."""
+        ...
+
     def adopt(self, fd: int, identity: Identity) -> P:
         """Takes a chunk back that was shared by an earlier service. The caller keeps and closes `fd`. Raises
         ForeignPagesError."""

@@ -69,6 +69,9 @@ class CudaBackend:
     def identify(self, pages: CudaPages) -> Identity:
         return Identity(size_bytes=pages.size_bytes)
 
+    def frozen(self, identity: Identity) -> Identity:
+        return identity
+
     def adopt(self, fd: int, identity: Identity) -> CudaPages:
         """Lets the driver open the descriptor once, to learn whether it is memory of a GPU. Its size shows only when a
         client maps it."""

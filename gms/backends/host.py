@@ -19,6 +19,8 @@ import os
 from dataclasses import dataclass
 from typing import Final
 
+from msgspec import structs
+
 from gms import libc
 from gms.backends.available import available
 from gms.backends.base import ForeignPagesError, Hash, Identity, OutOfMemoryError, StillMappedError
@@ -31,6 +33,9 @@ SPARE_SHARE: Final = 128
 """What is left free: this much, and one byte for so many. The kernel counts page tables and the like too, a byte for
 200, in batches of its own; and the service must go on. A container that is filled to its limit is not told, but
 killed."""
+
+
+_FROZEN: Final = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,7 +106,7 @@ class HostBackend:
         if fcntl.fcntl(pages.fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_WRITE:
             return
         try:
-            fcntl.fcntl(pages.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL)
+            fcntl.fcntl(pages.fd, fcntl.F_ADD_SEALS, _FROZEN)
         except OSError as error:
             if error.errno == errno.EBUSY:
                 raise StillMappedError from error
@@ -120,6 +125,9 @@ class HostBackend:
 
     def identify(self, pages: HostPages) -> Identity:
         return _identity(pages.fd)
+
+    def frozen(self, identity: Identity) -> Identity:
+        return structs.replace(identity, seals=identity.seals | _FROZEN)
 
     def adopt(self, fd: int, identity: Identity) -> HostPages:
         """A reader's descriptor will do for sealed pages, whose readers and checksums are all that is left to serve;

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
+import msgspec
+
 from gms.backends.base import ForeignPagesError, Hash, Identity, OutOfMemoryError
 
 DEADLINE: Final = 10.0
@@ -129,6 +131,9 @@ class FileBackend:
     def identify(self, pages: Chunk) -> Identity:
         self._enter("identify", pages.tag)
         return self._identity(pages.fd, pages.frozen)
+
+    def frozen(self, identity: Identity) -> Identity:
+        return msgspec.structs.replace(identity, seals=1)
 
     def adopt(self, fd: int, identity: Identity) -> Chunk:
         self._enter("adopt", "")

@@ -82,7 +82,7 @@ def rewriting() -> Arbiter:
 def adopting() -> Arbiter:
     """After a restart; 7 was committed."""
     arbiter = Arbiter(after=9)
-    arbiter.restore(WEIGHTS, adopting=7, fence=0, lease_epoch=0)
+    arbiter.restore_weights(WEIGHTS, adopting=7, returning=0, corrupt="", condemned=0)
     return arbiter
 
 
@@ -90,6 +90,29 @@ def adopting_awaited() -> Arbiter:
     """The same, and R wants to read or write."""
     arbiter = adopting()
     assert arbiter.attach(ask(R, WEIGHTS, ANY)) == []
+    return arbiter
+
+
+def returning() -> Arbiter:
+    """After a restart; the writer of 7 had asked for its commit."""
+    arbiter = Arbiter(after=9)
+    arbiter.restore_weights(WEIGHTS, adopting=0, returning=7, corrupt="", condemned=0)
+    return arbiter
+
+
+def returning_read() -> Arbiter:
+    """The same, and R has handed back 5, which was committed before."""
+    arbiter = Arbiter(after=9)
+    arbiter.restore_weights(WEIGHTS, adopting=5, returning=7, corrupt="", condemned=0)
+    assert arbiter.adopted(WEIGHTS, R) == []
+    arbiter.rejoin(R, WEIGHTS)
+    return arbiter
+
+
+def condemned_restored() -> Arbiter:
+    """After a restart; 7 was condemned, and its readers live."""
+    arbiter = Arbiter(after=9)
+    arbiter.restore_weights(WEIGHTS, adopting=0, returning=0, corrupt="a tensor has changed", condemned=7)
     return arbiter
 
 
@@ -152,7 +175,7 @@ def kv_orphaned() -> Arbiter:
 def kv_adopting() -> Arbiter:
     """After a restart; epoch 5 held generation 7."""
     arbiter = Arbiter(after=9)
-    arbiter.restore(KV, adopting=7, fence=5, lease_epoch=5)
+    arbiter.restore_kv(KV, adopting=7, fence=5, lease_epoch=5)
     return arbiter
 
 
@@ -166,5 +189,5 @@ def kv_adopting_awaited() -> Arbiter:
 def kv_fenced() -> Arbiter:
     """After a restart; nobody lived who could hand back, only the fence is left."""
     arbiter = Arbiter(after=9)
-    arbiter.restore(KV, adopting=0, fence=5, lease_epoch=5)
+    arbiter.restore_kv(KV, adopting=0, fence=5, lease_epoch=5)
     return arbiter

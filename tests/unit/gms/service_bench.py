@@ -12,10 +12,10 @@ from typing import Final
 
 from gms import integrity, protocol
 from gms.backends.base import DeviceError
+from gms.clients import Client
 from gms.journal import Journal
 from gms.manifest import Manifest, Slot
 from gms.protocol import Digests, LeaseMode, Part
-from gms.clients import Client
 from gms.service import MemoryService
 from tests.unit.gms.memory_backend import CHUNK, Chunk, FileBackend, turns
 
@@ -70,6 +70,7 @@ class Life:
         readable: bool = True,
         limit: int | None = None,
         adopt_seconds: float = 30.0,
+        algorithm_name: str = "blake2b",
     ) -> None:
         self.backend = FileBackend(readable=readable)
         self.seen = Seen()
@@ -78,6 +79,7 @@ class Life:
             self.backend,
             device="cpu:0",
             algorithm=digest,
+            algorithm_name=algorithm_name,
             journal=None if folder is None else Journal(folder),
             limit_bytes=limit,
             adopt_seconds=adopt_seconds,
@@ -135,7 +137,7 @@ class Engine:
     def connect(self, life: Life) -> None:
         """To another life, or again."""
         self.life = life
-        self.client = Client(next(_NUMBERS), "engine", self.name, "i", None, self.processes)
+        self.client = Client(next(_NUMBERS), "engine", self.name, "i", None, self.processes, len(self.processes))
         life.service.join(self.client)
 
     def hang_up(self) -> bool:

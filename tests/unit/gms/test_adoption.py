@@ -620,7 +620,7 @@ async def test_what_cannot_be_handed_back(world: World) -> None:
     life = world.restart(a, b)
     whole = [Part("w", 0, 2)]
     refusals = [
-        (ErrorCode.NOT_PERMITTED, a.hand_back(WEIGHTS, mode=RW)),
+        (ErrorCode.MISMATCH, a.hand_back(WEIGHTS, mode=RW)),
         (ErrorCode.NOT_PERMITTED, a.hand_back(WEIGHTS, mode=ANY)),
         (ErrorCode.NOT_PERMITTED, a.hand_back("kv", mode=RO)),
         (ErrorCode.MISMATCH, a.hand_back(WEIGHTS, generation=2)),
@@ -682,17 +682,131 @@ async def test_a_damaged_journal_is_named_as_the_reason(world: World) -> None:
     assert granted.generation > 1
 
 
-async def test_the_journal_of_another_device_is_not_taken(world: World) -> None:
-    _, a, _ = await serving_weights(world)
+async def test_another_devices_pages_are_not_taken_and_not_forgotten_while_their_holders_live(world: World) -> None:
+    _, a, b = await serving_weights(world)
     world.lives[-1].kill()
     journal = Journal(world.folder)
     for record in journal.load():
         journal.save(msgspec.structs.replace(record, device_id="cpu:1"))
+    with pytest.raises(GmsError, match="use another socket") as caught:
+        world.start()
+    assert caught.value.code == ErrorCode.WRONG_DEVICE
+    a.close()
+    b.close()
+    life = world.start()
+    assert life.state(WEIGHTS) == "EMPTY"
+
+
+async def test_what_was_corrupt_is_still_so_for_a_next_service(world: World) -> None:
+    life, a, b = await serving_weights(world)
+    expelled: list[int] = []
+    life.service.expel_with(expelled.append)
+    b.write(WEIGHTS, b"\xff", offset=CHUNK)
+    with pytest.raises(GmsError, match="is corrupt"):
+        await life.service.verify(b.client, protocol.Verify(pool=WEIGHTS))
+    assert sorted(expelled) == [a.client.id, b.client.id]
+    life = world.restart(a, b)
+    for reader in (a, b):
+        error = await refused(reader.hand_back(WEIGHTS))
+        assert (error.code, "'t64'" in str(error)) == (ErrorCode.CORRUPT, True)
+    c = world.engine("c")
+    assert (await refused(c.attach(WEIGHTS, RO))).code == ErrorCode.CORRUPT
+    await c.load(0)
+    assert (await refused(a.hand_back(WEIGHTS))).code == ErrorCode.MISMATCH
+
+
+@pytest.mark.parametrize("reached", ["freeze", "digest"])
+async def test_a_writer_goes_on_with_a_commit_in_which_the_service_died(world: World, reached: str) -> None:
+    life = world.start()
+    a = world.engine("a")
+    await a.attach(WEIGHTS)
+    await a.allocate(WEIGHTS, size=SIZE)
+    held = life.backend.hold(reached, 2 if reached == "freeze" else 1)
+    committing = asyncio.create_task(a.commit(manifest=b"told"))
+    await held.reached()
+    files = {path.name: path.read_bytes() for path in world.folder.glob("*.[ab]")}
+    committing.cancel()
+    await asyncio.gather(committing, return_exceptions=True)
+    world.lives[-1].kill()
+    for name, content in files.items():  # a SIGKILL tidies nothing up
+        (world.folder / name).write_bytes(content)
     life = world.start()
     a.connect(life)
-    assert life.state(WEIGHTS) == "EMPTY"
-    assert "was on cpu:1, this is cpu:0: not taken back" in (await life.said("journal"))[0]
-    assert (await refused(a.hand_back(WEIGHTS))).code == ErrorCode.MISMATCH
+    b = world.engine("b")
+    waiting = asyncio.create_task(b.attach(WEIGHTS, ANY))
+    await turns()
+    assert (life.state(WEIGHTS), waiting.done()) == ("ADOPTING", False)
+    assert (await refused(a.hand_back(WEIGHTS, mode=RO))).code == ErrorCode.MISMATCH
+    granted = await a.hand_back(WEIGHTS, mode=RW)
+    assert (granted.mode, granted.generation, granted.fresh) == (RW, 1, False)
+    assert (life.state(WEIGHTS), waiting.done()) == ("WRITING", False)
+    await a.commit(manifest=b"told")
+    assert ((await waiting).mode, (await waiting).manifest) == (RO, b"told")
+    assert life.backend.count("create") == 0
+
+
+async def test_a_writer_that_does_not_come_back_is_not_waited_for(world: World) -> None:
+    life = world.start()
+    a = world.engine("a")
+    await a.attach(WEIGHTS)
+    await a.allocate(WEIGHTS, size=SIZE)
+    life.service._ledger.begin_commit(WEIGHTS, 1, b"")
+    life = world.restart()
+    b = world.engine("b")
+    waiting = asyncio.create_task(b.attach(WEIGHTS, ANY))
+    await turns()
+    assert not waiting.done()
+    a.close()
+    assert ((await waiting).mode, (await waiting).generation) == (RW, 2)
+
+
+async def test_a_commit_that_was_done_is_handed_back_as_a_readers(world: World) -> None:
+    life = world.start()
+    a = world.engine("a")
+    await a.load(0)
+    life.service._ledger.begin_commit(WEIGHTS, 1, b"")  # the service died before it could note the end
+    life = world.restart(a)
+    assert (await refused(a.hand_back(WEIGHTS, mode=RW))).code == ErrorCode.MISMATCH
+    assert (await a.hand_back(WEIGHTS)).mode is RO
+    assert life.state(WEIGHTS) == "READ"
+
+
+async def test_kv_comes_back_with_all_its_holders_processes_or_not_at_all(world: World) -> None:
+    life = world.start()
+    a = world.engine("a", ranks=1)
+    await a.attach("kv", epoch=5)
+    await a.allocate("kv")
+    life = world.restart(a)
+    everyone, a.processes = a.processes, frozenset(list(a.processes)[:1])
+    a.connect(life)
+    error = await refused(a.hand_back("kv"))
+    assert (error.code, "held by 2 processes, and 1 came back" in str(error)) == (ErrorCode.MISMATCH, True)
+    a.processes = everyone
+    a.connect(life)
+    assert (await a.hand_back("kv")).generation == 1
+
+
+async def test_what_an_earlier_holder_left_under_another_tag_goes_with_the_service(world: World) -> None:
+    life, a = await serving_kv(world)
+    a.die()
+    b = world.engine("b")
+    await b.attach("kv", epoch=6)
+    await b.allocate("kv", tag="other")
+    life = world.restart(b)
+    assert (await b.hand_back("kv")).generation == 1
+    status = life.service.status()
+    assert ([info.tag for info in status.pools[0].allocations], status.total_bytes) == (["other"], CHUNK)
+
+
+async def test_digests_of_another_algorithm_are_not_compared_but_made_anew(world: World) -> None:
+    _, a, b = await serving_weights(world)
+    life = world.restart(a, b, algorithm_name="another")
+    await a.hand_back(WEIGHTS)
+    await b.hand_back(WEIGHTS)
+    assert life.state(WEIGHTS) == "READ"
+    b.write(WEIGHTS, b"\xff")
+    with pytest.raises(GmsError, match="'t0'"):
+        await life.service.verify(b.client, protocol.Verify(pool=WEIGHTS))
 
 
 async def test_a_journal_that_cannot_be_written_is_told_and_stops_nothing(

@@ -163,16 +163,19 @@ class ArbiterMachine(RuleBasedStateMachine):
         mode, generation, epoch = process.kept[pool]
         self.arbiter.inherit(pool, frozenset(process.earlier), connection)
         found = self.arbiter.pools.get(pool)
-        if found is None or found.standing != generation:
+        if found is None or generation not in (found.standing, *found.awaited):
             return
         if not staged(pool) and epoch == found.lease_epoch:
             assert found.may_return(connection)
         if staged(pool):
-            if mode is RW or found.corrupt:
+            if mode is RW and generation != found.standing:
+                self.arbiter.write_on(connection, pool)
+            elif mode is RW or found.corrupt:
                 return
-            if found.adopting:
-                self.apply(self.arbiter.adopted(pool, 0))
-            self.arbiter.rejoin(connection, pool)
+            else:
+                if generation in found.awaited:
+                    self.apply(self.arbiter.adopted(pool, 0))
+                self.arbiter.rejoin(connection, pool)
         else:
             if epoch != found.lease_epoch or not found.may_return(connection):
                 return
@@ -222,19 +225,33 @@ class ArbiterMachine(RuleBasedStateMachine):
         self.apply(actions)
 
     def no_more_comes_back(self, index: int) -> None:
-        for pool in self.arbiter.adopting():
-            self.apply(self.arbiter.settle(pool))
-        assert not self.arbiter.adopting()
+        for pool, generation in self.arbiter.awaited():
+            self.apply(self.arbiter.settle(pool, generation))
+        assert not self.arbiter.awaited()
 
     def service_starts_again(self, index: int) -> None:
         """It knows of each pool what its journal says: what stood, the epochs, and who lives."""
         before = self.arbiter
         self.arbiter = Arbiter(after=before.last_generation)
         for name, pool in before.pools.items():
-            alive = any(process.kept.get(name, (RW, 0, 0))[1] == pool.standing for process in self.processes)
-            adopting = pool.standing if alive else 0
+            alive = {process.kept.get(name, (RW, 0, 0))[1] for process in self.processes}
+            adopting = pool.standing if pool.standing in alive else 0
             self.unreturned.add((name, adopting))
-            self.arbiter.restore(name, adopting=adopting, fence=pool.epoch, lease_epoch=pool.lease_epoch)
+            if not staged(name):
+                self.arbiter.restore_kv(name, adopting=adopting, fence=pool.epoch, lease_epoch=pool.lease_epoch)
+                continue
+            writing = next((held.generation for held in pool.held() if held.mode is RW), 0)
+            returning = writing if index % 2 else 0  # it had asked for its commit, or had not
+            self.unreturned.add((name, returning))
+            condemned = pool.recorded if pool.corrupt and pool.recorded in alive else 0
+            if adopting or returning or condemned:
+                self.arbiter.restore_weights(
+                    name,
+                    adopting=adopting,
+                    returning=returning,
+                    corrupt=pool.corrupt if condemned else "",
+                    condemned=condemned,
+                )
         for process in self.processes:
             if process.connection is not None:
                 process.earlier.append(process.connection)
@@ -282,7 +299,7 @@ class ArbiterMachine(RuleBasedStateMachine):
                     self.dropped.add((pool, generation))
 
     def granted(self, grant: Grant) -> None:
-        assert not self.arbiter.pools[grant.request.pool].adopting
+        assert grant.generation not in self.arbiter.pools[grant.request.pool].awaited
         request, pool, key = grant.request, grant.request.pool, (grant.request.pool, grant.generation)
         assert self.waiting.pop(request.key) is request
         assert key not in self.dropped
@@ -337,7 +354,7 @@ class ArbiterMachine(RuleBasedStateMachine):
         assert known == set(self.waiting)
         for request in self.waiting.values():
             pool = self.arbiter.pools[request.pool]
-            if pool.adopting:
+            if pool.awaited:
                 continue
             written = any(held.mode is RW for held in pool.held())
             if staged(request.pool):

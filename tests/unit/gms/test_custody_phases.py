@@ -31,6 +31,7 @@ def test_every_step_that_there_is_and_none_that_there_is_not(start: Phase, to: P
 LOST = {ErrorCode.FENCED, ErrorCode.STALE_EPOCH, ErrorCode.CORRUPT}
 FOR_GOOD = {
     ErrorCode.ALREADY_ATTACHED,
+    ErrorCode.CLOSED,
     ErrorCode.EXISTS,
     ErrorCode.INVALID,
     ErrorCode.MISMATCH,

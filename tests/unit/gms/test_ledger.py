@@ -31,9 +31,9 @@ class FullJournal(Journal):
         self._check(record.pool)
         super().save(record)
 
-    def forget(self, pool: str) -> None:
+    def forget(self, pool: str, *, committing: bool = False) -> None:
         self._check(pool)
-        super().forget(pool)
+        super().forget(pool, committing=committing)
 
     def open_lease(self, pool: str, generation: int) -> tuple[int, Path]:
         self._check(pool)
@@ -50,7 +50,9 @@ class Bench:
         self.arbiter = Arbiter()
         self.table: AllocationTable[str] = AllocationTable()
         self.events = EventLog()
-        self.ledger = Ledger(journal, arbiter=self.arbiter, table=self.table, events=self.events, device_id="cpu:0")
+        self.ledger = Ledger(
+            journal, arbiter=self.arbiter, table=self.table, events=self.events, device_id="cpu:0", algorithm=""
+        )
 
     def attach(self, client: int, pool: str, epoch: int = 0) -> None:
         self.arbiter.attach(Request(client, client, f"engine {client}", pool, RW, epoch, 9.0))
@@ -124,6 +126,14 @@ def test_weights_are_written_down_once_committed_and_forgotten_when_they_are_gon
     assert [found.generation for found in Journal(folder).load()] == [1]
     bench.arbiter.condemn("weights/a", "changed")
     bench.ledger.record("weights/a")
+    (found,) = Journal(folder).load()
+    assert (found.generation, found.corrupt) == (1, "changed")  # those who read it must still be told
+    bench.attach(B, "weights/a")
+    bench.arbiter.commit(B, "weights/a")
+    for client in (A, B):
+        bench.arbiter.release(client, "weights/a", proof=True)
+    bench.arbiter.evict()
+    bench.ledger.record("weights/a")
     assert Journal(folder).load() == []
 
 
@@ -162,7 +172,7 @@ def test_what_could_not_be_written_is_written_as_soon_as_something_can(
 
 
 def test_a_lease_has_a_locked_descriptor_until_it_is_closed(bench: Bench, folder: Path, journal: FullJournal) -> None:
-    (descriptor,) = bench.ledger.open_lease(A, "kv", 1)
+    (descriptor,) = bench.ledger.open_lease(A, "kv", 1, processes=1)
     assert journal.alive("kv", 1)
     os.close(descriptor)
     bench.ledger.close_lease(A, "kv")
@@ -171,19 +181,19 @@ def test_a_lease_has_a_locked_descriptor_until_it_is_closed(bench: Bench, folder
 
 
 def test_a_second_lease_of_a_client_takes_the_place_of_its_first(bench: Bench, folder: Path) -> None:
-    (first,) = bench.ledger.open_lease(A, "kv", 1)
+    (first,) = bench.ledger.open_lease(A, "kv", 1, processes=1)
     os.close(first)
-    (second,) = bench.ledger.open_lease(A, "kv", 2)
+    (second,) = bench.ledger.open_lease(A, "kv", 2, processes=1)
     (file,) = folder.glob("*.lease")
     assert file.name.split(".")[1] == "2"
     os.close(second)
 
 
 def test_all_leases_of_a_client_end_with_it(bench: Bench, folder: Path, journal: FullJournal) -> None:
-    fds = [*bench.ledger.open_lease(A, "kv", 1), *bench.ledger.open_lease(A, "weights/a", 2)]
-    fds += bench.ledger.open_lease(B, "kv", 3)
+    fds = [*bench.ledger.open_lease(A, "kv", 1, processes=1), *bench.ledger.open_lease(A, "weights/a", 2, processes=1)]
+    fds += bench.ledger.open_lease(B, "kv", 3, processes=1)
     journal.full = {"kv_index"}
-    assert bench.ledger.open_lease(A, "kv_index", 4) == []
+    assert bench.ledger.open_lease(A, "kv_index", 4, processes=1) == []
     for fd in fds:
         os.close(fd)
     bench.ledger.close_leases(A)
@@ -193,7 +203,7 @@ def test_all_leases_of_a_client_end_with_it(bench: Bench, folder: Path, journal:
 
 def test_a_lease_without_a_descriptor_is_a_problem_as_long_as_it_lasts(bench: Bench, journal: FullJournal) -> None:
     journal.full = {"kv"}
-    assert bench.ledger.open_lease(A, "kv", 1) == []
+    assert bench.ledger.open_lease(A, "kv", 1, processes=1) == []
     assert "No space left for kv" in bench.ledger.problem
     bench.ledger.record("kv_index")
     assert bench.ledger.problem
@@ -205,7 +215,7 @@ def test_without_a_journal_nothing_is_kept_and_it_says_so() -> None:
     bench = Bench(None)
     bench.attach(A, "kv", epoch=1)
     bench.ledger.record("kv")
-    assert bench.ledger.open_lease(A, "kv", 1) == []
+    assert bench.ledger.open_lease(A, "kv", 1, processes=1) == []
     bench.ledger.close_lease(A, "kv")
     bench.ledger.close_leases(A)
     bench.ledger.close()

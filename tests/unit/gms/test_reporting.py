@@ -5,9 +5,9 @@ import pytest
 from gms import reporting
 from gms.allocations import AllocationTable, Entry
 from gms.arbiter import Arbiter
+from gms.clients import Client
 from gms.leases import Request
 from gms.protocol import AllocationInfo, LeaseInfo, LeaseMode
-from gms.clients import Client
 
 A = Client(1, "engine", "a", "i", 11)
 B = Client(2, "engine", "b", "j", None)
@@ -97,7 +97,7 @@ def test_corruption_is_told_with_its_reason(read: bool) -> None:
 
 def test_a_pool_that_is_being_handed_back_says_so() -> None:
     arbiter = Arbiter(after=9)
-    arbiter.restore("kv", adopting=7, fence=5, lease_epoch=5)
+    arbiter.restore_kv("kv", adopting=7, fence=5, lease_epoch=5)
     request = ask(B, "kv", epoch=6)
     arbiter.attach(request)
     (pool,) = reporting.pools(arbiter, AllocationTable[str](), CLIENTS, now=0.0)
