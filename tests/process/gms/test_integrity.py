@@ -325,18 +325,19 @@ def test_a_changed_tensor_is_named_and_nobody_gets_it_any_more(bench: Bench, off
     with pytest.raises(GmsError, match=f"the content of {name} is not what was committed") as caught:
         reader.do("verify", pool=POOL)
     assert (caught.value.code, caught.value.retryable) == ("corrupt", False)
+    bench.until_pool(POOL, lambda pool: not pool.leases)  # who reads it is cut off, the one that asked after its answer
     found = bench.pool(POOL)
     assert found is not None
     assert name in found.corrupt
-    assert (found.state, len(found.leases)) == ("EMPTY", 2)
+    assert (found.state, found.bytes) == ("EMPTY", 0)
     with bench.connect() as client:
         with pytest.raises(GmsError, match=f"{name}.*Attach as rw_or_ro to write it anew") as caught:
             client.attach(POOL, LeaseMode.RO)
         assert caught.value.code == "corrupt"
-        assert [event.kind for event in client.events().events if event.pool == POOL][-1] == "corrupt"
+        assert "corrupt" in [event.kind for event in client.events().events if event.pool == POOL]
 
 
-def test_what_is_corrupt_is_written_anew_while_old_readers_keep_theirs(bench: Bench) -> None:
+def test_what_is_corrupt_is_written_anew_and_old_readers_hear_of_it_when_they_come_back(bench: Bench) -> None:
     culprit, reader = readers(bench)
     spoil(culprit, UNIT + 4096)
     with pytest.raises(GmsError):
@@ -353,13 +354,14 @@ def test_what_is_corrupt_is_written_anew_while_old_readers_keep_theirs(bench: Be
     assert waiting.answer()["mode"] == "ro"
     assert waiting.read_weights(POOL, 4) == "anew"
     assert waiting.do("verify", pool=POOL) == 3 * UNIT
-    assert reader.do("read", pool=POOL, tag="w", offset=0, length=7) == "tensors"
+    assert reader.do("read", pool=POOL, tag="w", offset=0, length=7) == "tensors"  # a mapping is not taken away
+    for agent in (culprit, reader):
+        with pytest.raises(GmsError) as caught:
+            agent.do("release", pool=POOL)
+        assert caught.value.code == "service_gone"
     found = bench.pool(POOL)
     assert found is not None
-    assert (found.state, found.corrupt, found.bytes) == ("READ", "", 6 * UNIT)
-    for agent in (culprit, reader):
-        agent.do("release", pool=POOL)
-    bench.until_pool(POOL, lambda pool: pool.bytes == 3 * UNIT)
+    assert (found.state, found.corrupt, found.bytes) == ("READ", "", 3 * UNIT)
 
 
 def test_what_was_changed_while_the_service_was_away_is_found(bench: Bench) -> None:
