@@ -36,6 +36,7 @@ _NOT_TO_BE_USED: Final = frozenset({ErrorCode.FENCED, ErrorCode.STALE_EPOCH, Err
 _FOR_GOOD: Final = frozenset(
     {
         ErrorCode.ALREADY_ATTACHED,
+        ErrorCode.CLOSED,
         ErrorCode.EXISTS,
         ErrorCode.INVALID,
         ErrorCode.MISMATCH,
