@@ -72,6 +72,7 @@ def memory_service(settings: EngineSettings) -> MemoryService | None:
         instance=settings.instance,
         timeout_seconds=settings.memory_timeout_seconds,
         connect_seconds=settings.memory_connect_seconds,
+        memory_wait_seconds=settings.memory_wait_seconds,
     )
 
 

@@ -49,10 +49,9 @@ HEALTH_CHECK_SECONDS: Final = 2.0
 NEIGHBOUR_SECONDS: Final = 1.0
 PROMOTION_TRIES: Final = 5
 """Roll-backs in a row before the process gives itself up: what ails it may be gone with it."""
-HOPELESS: Final = frozenset(
+_OF_SETTINGS: Final = frozenset(
     {ErrorCode.OUT_OF_MEMORY, ErrorCode.SIZE_MISMATCH, ErrorCode.VERSION_MISMATCH, ErrorCode.WRONG_DEVICE}
 )
-"""What the memory service says no to, and would again: settings have to change."""
 
 
 class _Leave(Exception):
@@ -145,7 +144,7 @@ class EngineLife:
             return ExitCode.BAD_CONFIGURATION
         except GmsError as error:
             self._vitals.fail(str(error))
-            return ExitCode.BAD_CONFIGURATION if error.code in HOPELESS else ExitCode.MEMORY_SERVICE_LOST
+            return ExitCode.BAD_CONFIGURATION if is_hopeless(error) else ExitCode.MEMORY_SERVICE_LOST
         except FailoverLockError as error:
             self._vitals.fail(str(error))
             return ExitCode.ENGINE_DEAD
@@ -178,7 +177,7 @@ class EngineLife:
             try:
                 return await self._promote()
             except (PortTaken, GmsError) as error:
-                if isinstance(error, GmsError) and error.code in HOPELESS:
+                if isinstance(error, GmsError) and is_hopeless(error):
                     raise
                 failures += 1
                 await self._roll_back(error)
@@ -373,6 +372,12 @@ class EngineLife:
         finally:
             for number in numbers:
                 loop.remove_signal_handler(number)
+
+
+def is_hopeless(error: GmsError) -> bool:
+    """Whether the memory service would say no again until settings change: memory that does not fit even beside what
+    living engines hold, say. What only is short for now, it calls retryable."""
+    return error.code in _OF_SETTINGS and not error.retryable
 
 
 async def _until_broken(server: asyncio.Task[None]) -> None:

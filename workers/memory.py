@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 
@@ -23,6 +24,8 @@ from gms.mapping import DeviceMemory, Reservation, device_memory
 from gms.protocol import ErrorCode
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 KV_POOL = "kv"
 KV_TAG = "kv"
@@ -44,6 +47,8 @@ class MemoryService(msgspec.Struct, frozen=True, kw_only=True):
     """How long to wait for the service to answer: it may be starting, or starting again."""
     proof_seconds: float = 2.0
     """How long a promotion waits for the proof that the KV pages' last holder is dead."""
+    memory_wait_seconds: float = 15.0
+    """How long pages that are asked for may wait for room: what a dead engine held is given back in a moment."""
     hand_on_seconds: float = 2.0
     """How long parking waits for a service that is starting again, so that the KV pages are handed on and not lost."""
 
@@ -59,9 +64,45 @@ class MemoryService(msgspec.Struct, frozen=True, kw_only=True):
         """
         return self._connect(timeout_seconds=self.connect_seconds, retry_seconds=self.connect_seconds)
 
+    def dial(self) -> GmsClient:
+        """A connection of its own, tried for once.
+
+        Raises:
+            gms.client.GmsError: nobody answers.
+        """
+        return self._connect(timeout_seconds=DIAL_SECONDS, retry_seconds=0.0)
+
+    def ask(self, pool: str, call: Callable[[GmsClient], T], *, seconds: float) -> T:
+        """What ``call`` makes of a new connection, which is its own from then on, to be closed if it fails.
+
+        A service that dies meanwhile is started again: ``call`` begins anew with the next one, as long as none is away
+        for ``connect_seconds``. ``seconds`` is how long ``call`` itself may take.
+
+        Raises:
+            gms.client.GmsError: what ``call`` raises; nobody answers.
+        """
+        began = away_since = time.monotonic()
+        told = False
+        while True:
+            connected = False
+            try:
+                client = self.connect()
+                connected = True
+                return call(client)
+            except GmsError as error:
+                now = time.monotonic()
+                away_since = now if connected else away_since
+                late = now + RETRY_SECONDS - self.connect_seconds > min(away_since, began + seconds)
+                if error.code != ErrorCode.SERVICE_GONE or late:
+                    raise
+                if not told:
+                    logger.warning("%s: asking again until a memory service answers: %s", pool, error)
+                told = True
+            time.sleep(RETRY_SECONDS)
+
     def keep(self, client: GmsClient, lease: Lease, allocations: Sequence[Allocation]) -> Custody:
         """Puts a lease with its connection and all its allocations into custody, which owns them from here on."""
-        return Custody(client, lease, allocations, dial=self._dial)
+        return Custody(client, lease, allocations, dial=self.dial)
 
     def device_memory(self) -> DeviceMemory:
         """How this process maps the service's pages.
@@ -80,9 +121,6 @@ class MemoryService(msgspec.Struct, frozen=True, kw_only=True):
         with self.connect() as client:
             status = client.status(timeout_seconds=self.connect_seconds)
         return max((pool.epoch for pool in status.pools if pool.name == KV_POOL), default=0)
-
-    def _dial(self) -> GmsClient:
-        return self._connect(timeout_seconds=DIAL_SECONDS, retry_seconds=0.0)
 
     def _connect(self, *, timeout_seconds: float, retry_seconds: float) -> GmsClient:
         return GmsClient.connect(
@@ -105,6 +143,8 @@ class KvMemory:
     def __init__(self, service: MemoryService, *, size_bytes: int) -> None:
         self._service = service
         self._custody: Custody | None = None
+        self._asking: GmsClient | None = None  # the connection of a `map` under way
+        self._interrupted = False
         self.range = Reservation(size_bytes, memory=service.device_memory())
 
     @property
@@ -133,60 +173,75 @@ class KvMemory:
         """
         if self._custody is not None:
             raise RuntimeError("the KV pages are mapped already")
-        deadline = time.monotonic() + self._service.connect_seconds
-        told = False
-        while self._custody is None:
-            try:
-                self._custody = self._map(epoch)
-            except GmsError as error:
-                if error.code != ErrorCode.SERVICE_GONE or time.monotonic() + RETRY_SECONDS > deadline:
-                    raise
-                if not told:
-                    logger.warning("kv: asking again until a memory service answers: %s", error)
-                told = True
-                time.sleep(RETRY_SECONDS)
+        waits = self._service.proof_seconds + self._service.memory_wait_seconds
+        self._custody = self._service.ask(KV_POOL, partial(self._map, epoch), seconds=waits)
 
-    def _map(self, epoch: int) -> Custody:
-        client = self._service.connect()
+    def _map(self, epoch: int, client: GmsClient) -> Custody:
         lease: Lease | None = None
         pages: Allocation | None = None
         try:
+            self._begin(client)
             lease = client.attach(KV_POOL, LeaseMode.RW, epoch=epoch, timeout_seconds=self._service.proof_seconds)
-            pages = lease.allocate(KV_TAG, self.range.size_bytes)
+            pages = lease.allocate(KV_TAG, self.range.size_bytes, timeout_seconds=self._service.memory_wait_seconds)
             self.range.map(pages.chunks, writable=True)
-        except BaseException:
-            # Quiesced, since nothing is mapped: otherwise the next engine would wait for this living one's death.
-            self.range.unmap()
+            self._asking = None
+            custody = self._service.keep(client, lease, [pages])
+        except BaseException as error:
+            # Quiesced if nothing is mapped: otherwise the next engine waits for this living one's death.
+            unmapped = _tried(self.range.unmap, beside=error)
             if pages is not None:
                 pages.close()
-            _give_back(client, lease)
+            if lease is not None and unmapped:
+                _tried(partial(lease.release, quiesced=True), beside=error)
+            client.close()
             raise
+        finally:
+            self._asking = None
         if lease.fresh:
             logger.info("kv: new pages for epoch %d: the service had none to hand on", epoch)
-        return self._service.keep(client, lease, [pages])
+        return custody
+
+    def _begin(self, client: GmsClient) -> None:
+        """From here on ``interrupt`` can end what waits."""
+        self._asking = client
+        if self._interrupted:
+            raise GmsError(ErrorCode.CLOSED, "The wait for KV pages was ended by its owner.")
+
+    def interrupt(self) -> None:
+        """End a ``map`` that waits in another thread, and every later one, with ``closed``: the engine is to end."""
+        self._interrupted = True
+        if (client := self._asking) is not None:
+            client.close()
 
     def unmap(self) -> None:
-        """Take the pages away and give the lease back quiesced: the caller vouches that nothing writes any more."""
-        custody, self._custody = self._custody, None
+        """Take the pages away and give the lease back quiesced: the caller vouches that nothing writes any more. If it
+        fails, pages may still be mapped and are held on to; it can be tried again."""
         self.range.unmap()
+        custody, self._custody = self._custody, None
         if custody is not None:
             custody.release(quiesced=True, wait_seconds=self._service.hand_on_seconds)
 
     def close(self) -> None:
-        """Unmap and give the address range back."""
+        """Unmap and give the address range back. Pages that cannot be unmapped are this process's until it ends, which
+        the next engine waits for then."""
         try:
             self.unmap()
         finally:
-            self.range.close()
+            custody, self._custody = self._custody, None
+            if custody is not None:
+                custody.close()
+            else:
+                self.range.close()
 
 
-def _give_back(client: GmsClient, lease: Lease | None) -> None:
-    """Release and hang up. A service that is gone, or has forgotten the lease, has nothing that could be given back."""
+def _tried(step: Callable[[], object], *, beside: BaseException) -> bool:
+    """One step of clearing up after ``beside``, which stays the error that is raised; whether it succeeded."""
     try:
-        if lease is not None:
-            lease.release(quiesced=True)
-    except GmsError as error:
-        if error.code != ErrorCode.SERVICE_GONE:
-            logger.warning("kv: the lease could not be released: %s", error)
-    finally:
-        client.close()
+        step()
+    except Exception as error:
+        # A connection that is over has taken the lease with it: nothing is left that could be given back.
+        if not (isinstance(error, GmsError) and error.code in (ErrorCode.SERVICE_GONE, ErrorCode.CLOSED)):
+            logger.error("kv: clearing up failed too: %s", error)
+            beside.add_note(f"Clearing up failed too: {type(error).__name__}: {error}")
+        return False
+    return True

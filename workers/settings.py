@@ -12,7 +12,7 @@ import shlex
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BeforeValidator, Field, StringConstraints, ValidationError, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints, ValidationError, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from workers.heartbeat import BEAT_PERIOD_SECONDS
@@ -42,6 +42,15 @@ def _lower(value: object) -> object:
 
 def _split_arguments(value: object) -> object:
     return shlex.split(value) if isinstance(value, str) else value
+
+
+def _on_cpu(device: str) -> str:
+    if not device.startswith("cpu:"):
+        raise ValueError(
+            "engines run on the CPU in this version and cannot use a GPU's memory; choose cpu:N "
+            "(the memory service alone takes cuda:N: gms --device)"
+        )
+    return device
 
 
 Ports = Annotated[tuple[Port, ...], NoDecode, BeforeValidator(_split_ports)]
@@ -133,8 +142,8 @@ class WorkerSettings(BaseSettings):
     """Whether weights and KV cache live in a memory service, which outlives the engines."""
     keeper: bool = True
     """Whether a warm parent forks the engine, and forks it anew when it dies."""
-    device: Annotated[str, StringConstraints(pattern=r"^(cpu|cuda):\d{1,3}$")] = "cpu:0"
-    """Whose memory it is: ``cpu:N`` or ``cuda:N``."""
+    device: Annotated[str, AfterValidator(_on_cpu), StringConstraints(pattern=r"^(cpu|cuda):[0-9]{1,3}$")] = "cpu:0"
+    """Whose memory it is: ``cpu:N``. Engines of this version run on the CPU."""
     log_format: Literal["console", "json"] = "console"
     """Lines for people, or one JSON object a line."""
     log_level: LogLevel = "info"
@@ -194,6 +203,8 @@ class EngineSettings(WorkerSettings):
     """How long a promoted engine tries to get the serving port."""
     memory_timeout_seconds: Annotated[float, Field(gt=0, le=3600)] = 60.0
     """How long to wait for the memory service to do what another engine holds up: its commit of the weights."""
+    memory_wait_seconds: Annotated[float, Field(ge=0, le=600)] = 15.0
+    """How long to wait for room in the memory service: what a dead engine held is given back in a moment."""
     memory_connect_seconds: Annotated[float, Field(gt=0, le=600)] = 10.0
     """How long to wait for the memory service to answer: it may be starting, or starting again."""
 

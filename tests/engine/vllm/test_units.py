@@ -11,9 +11,10 @@ import pytest
 from gms import protocol
 from workers.engine import EngineConfigError
 from workers.engines.vllm import arguments, compat
-from workers.engines.vllm.weights import layout_key, pool_name
+from workers.engines.vllm.weights import layout_key
 from workers.memory import MemoryService
 from workers.settings import EngineSettings
+from workers.weights import pool_name
 
 SERVICE = MemoryService(socket="/s", device="cpu:0", engine="a", instance="i", timeout_seconds=1.0)
 

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from workers.heartbeat import BEAT_PERIOD_SECONDS
-from workers.settings import EngineSettings, PodSettings, SettingsError, SimSettings, load_settings
+from workers.settings import EngineSettings, PodSettings, SettingsError, SimSettings, WorkerSettings, load_settings
 
 
 @pytest.fixture(autouse=True)
@@ -57,3 +57,17 @@ def test_the_grace_period_covers_drain_and_shutdown_together() -> None:
 
 def test_log_levels_are_taken_in_any_case() -> None:
     assert load_settings(EngineSettings, {"log_level": "WARNING"}).log_level == "warning"
+
+
+@pytest.mark.parametrize("settings", [EngineSettings, PodSettings])
+@pytest.mark.parametrize("device", ["cuda:0", "cuda:12"])
+def test_a_gpu_is_refused_as_long_as_engines_cannot_use_it(settings: type[WorkerSettings], device: str) -> None:
+    with pytest.raises(SettingsError, match=rf"^HOTSPARE_DEVICE \(given: '{device}'\): engines run on the CPU in this"):
+        load_settings(settings, {"device": device})
+
+
+@pytest.mark.parametrize("device", ["cpu", "cpu:", "cpu:1234", "cpu:\N{ARABIC-INDIC DIGIT ONE}", "cpu:0\n", "gpu:0"])
+def test_what_is_no_device_is_refused(device: str) -> None:
+    with pytest.raises(SettingsError, match=r"^HOTSPARE_DEVICE "):
+        load_settings(EngineSettings, {"device": device})
+    assert load_settings(EngineSettings, {"device": "cpu:1"}).device == "cpu:1"

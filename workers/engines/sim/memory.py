@@ -4,8 +4,9 @@ Both are really used, so that what is wrong with memory shows: the next token is
 is written to the request's KV slot and read back. Pages that are not there end the process (SIGSEGV), as they would
 end a real engine. Without a memory service both are private memory. Calls block and belong in a thread.
 
-An engine may be told to stop while such a call still waits for the service. What is being mapped then stays so until
-the process ends, soon: taking pages away under a thread that writes to them would end it the hard way.
+An engine may be told to stop while such a call still waits for the service: that ends the wait. What is being mapped
+then stays so until the process ends, soon: taking pages away under a thread that writes to them would end it the hard
+way.
 """
 
 from __future__ import annotations
@@ -16,8 +17,6 @@ from hashlib import sha256
 
 import msgspec
 
-from gms.client import Allocation, GmsClient, Lease, LeaseMode
-from gms.custody import Custody
 from gms.custody_phases import CustodyState
 from gms.mapping import Reservation
 from workers.engine import EngineConfigError, EngineDeadError
@@ -25,8 +24,8 @@ from workers.engines.sim.batch import SimRequest
 from workers.engines.sim.tokens import WeightsPattern, page_aligned
 from workers.memory import KvMemory, MemoryService
 from workers.settings import SimSettings
+from workers.weights import WeightsMemory, pool_name
 
-WEIGHTS_TAG = "weights"
 WORD_BYTES = 8
 MIN_SLOT_WORDS = 8
 
@@ -48,16 +47,16 @@ class SimWeights:
 
     def __init__(self, settings: SimSettings, service: MemoryService | None) -> None:
         self._settings = settings
-        self._service = service
         self._attaching = threading.Lock()
-        self._client: GmsClient | None = None
-        self._custody: Custody | None = None
-        self._range: Reservation | None = None
+        self._memory = None if service is None else WeightsMemory(service, pool_name(layout_key(settings)))
         self._private: mmap.mmap | None = None
         self.size_bytes = page_aligned(settings.weights_bytes)
-        self.role = "private"
         self.words: memoryview = memoryview(b"").cast("Q")
         """The weights as 64-bit words; empty until attached."""
+
+    @property
+    def role(self) -> str:
+        return "private" if self._memory is None else self._memory.role
 
     def attach(self) -> None:
         """Write the weights if nobody has, and map them read-only.
@@ -67,69 +66,52 @@ class SimWeights:
             gms.client.GmsError: no service, no memory, or another writer that does not come to an end.
         """
         with self._attaching:
-            self._attach()
+            pattern = WeightsPattern(seed=self._settings.seed, size_bytes=self.size_bytes)
+            if self._memory is None:
+                self._private = mmap.mmap(-1, self.size_bytes)
+                pattern.fill(memoryview(self._private).cast("Q"))
+                self.words = memoryview(self._private).toreadonly().cast("Q")
+                return
+            self._memory.attach()
+            write = self._memory.role == "writer"
+            place = self._write(self._memory, pattern) if write else self._read(self._memory)
+            self.words = _words(place).toreadonly()
 
-    def _attach(self) -> None:
-        pattern = WeightsPattern(seed=self._settings.seed, size_bytes=self.size_bytes)
-        if self._service is None:
-            self._private = mmap.mmap(-1, self.size_bytes)
-            pattern.fill(memoryview(self._private).cast("Q"))
-            self.words = memoryview(self._private).toreadonly().cast("Q")
-            return
-        self._range = Reservation(self.size_bytes)
-        self._client = self._service.connect()
-        lease, pages = self._attach_pool(self._service, self._client, self._range, pattern)
-        self._custody = self._service.keep(self._client, lease, [pages])
-        self.words = _words(self._range).toreadonly()
+    def _write(self, memory: WeightsMemory, pattern: WeightsPattern) -> Reservation:
+        place = memory.map_for_writing(self.size_bytes)
+        pattern.fill(_words(place))
+        memory.commit(msgspec.json.encode(self._manifest))
+        return place
 
-    def _attach_pool(
-        self, service: MemoryService, client: GmsClient, place: Reservation, pattern: WeightsPattern
-    ) -> tuple[Lease, Allocation]:
-        """A read lease, and its pages mapped."""
-        key = layout_key(self._settings)
-        manifest = Manifest(layout=key, weights_bytes=self.size_bytes)
-        lease = client.attach(f"weights/{key}", LeaseMode.RW_OR_RO, timeout_seconds=service.timeout_seconds)
-        if lease.mode is LeaseMode.RO and msgspec.json.decode(lease.manifest, type=Manifest) != manifest:
-            raise EngineConfigError(f"the pool weights/{key} holds {lease.manifest!r}, not the sim's weights")
-        writing = lease.mode is LeaseMode.RW
-        pages = lease.allocate(WEIGHTS_TAG, self.size_bytes) if writing else lease.export(WEIGHTS_TAG)
-        try:
-            if writing:
-                place.map(pages.chunks, writable=True)
-                pattern.fill(_words(place))
-                place.unmap()
-                lease.commit(msgspec.json.encode(manifest))
-            place.map(pages.chunks, writable=False)
-        except BaseException:
-            pages.close()
-            raise
-        self.role = "writer" if writing else "reader"
-        return lease, pages
+    def _read(self, memory: WeightsMemory) -> Reservation:
+        if msgspec.json.decode(memory.manifest, type=Manifest) != self._manifest:
+            raise EngineConfigError(f"the pool {memory.pool} holds {memory.manifest!r}, not the sim's weights")
+        return memory.map_for_reading()
+
+    @property
+    def _manifest(self) -> Manifest:
+        return Manifest(layout=layout_key(self._settings), weights_bytes=self.size_bytes)
 
     @property
     def lost(self) -> str | None:
         """Why the weights must not be used any more, or None."""
-        custody = self._custody
-        return custody.lost if custody is not None else None
+        return self._memory.lost if self._memory is not None else None
 
     def custody(self) -> tuple[CustodyState, ...]:
         """How the custody stands; empty while there is none."""
-        custody = self._custody
-        return () if custody is None else (custody.state(),)
+        return self._memory.custody() if self._memory is not None else ()
 
     def close(self) -> None:
         """Give the mapping and the lease back, and end an ``attach`` that waits for its lease. Twice is fine."""
-        if self._client is not None and self._custody is None:
-            self._client.close()
+        if self._memory is not None:
+            self._memory.interrupt()
         if not self._attaching.acquire(blocking=False):
             return
         try:
             self.words = memoryview(b"").cast("Q")
-            if self._range is not None:
-                self._range.close()
-            if self._custody is not None:
-                self._custody.close()
-            self._range = self._client = self._custody = self._private = None
+            self._private = None
+            if self._memory is not None:
+                self._memory.close()
         finally:
             self._attaching.release()
 
@@ -191,7 +173,9 @@ class SimKv:
             self._pages.unmap()
 
     def close(self) -> None:
-        """Unmap and give the range back, unless a ``map`` still waits for its lease."""
+        """Unmap and give the range back, and end a ``map`` that waits for its lease."""
+        if self._pages is not None:
+            self._pages.interrupt()
         if not self._mapping.acquire(blocking=False):
             return
         try:

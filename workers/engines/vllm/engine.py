@@ -16,9 +16,9 @@ from gms.custody_phases import CustodyState
 from workers.engine import ASGIApp, EngineConfigError, EngineDeadError, EngineMemory, MemoryLostError
 from workers.engines.vllm import arguments, compat
 from workers.engines.vllm.preload import import_all
-from workers.engines.vllm.weights import WeightsMemory
 from workers.memory import KvMemory, MemoryService
 from workers.settings import EngineSettings
+from workers.weights import WeightsMemory
 
 if TYPE_CHECKING:
     from workers.engines.vllm.core import CoreThread
@@ -161,11 +161,14 @@ class VllmEngine:
         return self._memory
 
     def custody(self) -> tuple[CustodyState, ...]:
-        return tuple(state for hold in (self._weights, self._kv) if hold is not None for state in hold.custody())
+        kept = (self._weights, self._kv)
+        return tuple(state for memory in kept if memory is not None for state in memory.custody())
 
     async def shutdown(self) -> None:
         llm, self._llm = self._llm, None
         core, self._core = self._core, None
+        if self._kv is not None:
+            self._kv.interrupt()
         if core is not None:
             await core.stop()
         if llm is not None:
@@ -173,8 +176,8 @@ class VllmEngine:
 
     @property
     def _lost(self) -> str | None:
-        holds = (self._weights, self._kv)
-        return next((hold.lost for hold in holds if hold is not None and hold.lost is not None), None)
+        kept = (self._weights, self._kv)
+        return next((memory.lost for memory in kept if memory is not None and memory.lost is not None), None)
 
     def _running_core(self) -> CoreThread:
         if self._core is None:

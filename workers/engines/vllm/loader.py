@@ -27,18 +27,19 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 from gms import tensors
 from workers.engines.vllm.arguments import Placement
-from workers.engines.vllm.weights import ARENA_TAG, WeightsMemory, layout_key
+from workers.engines.vllm.weights import layout_key, read_manifest
+from workers.weights import ARENA_TAG, WeightsMemory, pool_name
 
 logger = logging.getLogger(__name__)
 
-_HOLD = "hotspare_weights"
+_ATTRIBUTE = "hotspare_weights"
 """Attribute of the model that keeps the mapping alive as long as the tensors over it."""
 
 
 def weights_of(model: Any) -> WeightsMemory | None:
-    """The hold on the service's pages of a model that this loader made."""
-    hold = getattr(model, _HOLD, None)
-    return hold if isinstance(hold, WeightsMemory) else None
+    """The service's pages behind a model that this loader made."""
+    weights = getattr(model, _ATTRIBUTE, None)
+    return weights if isinstance(weights, WeightsMemory) else None
 
 
 class GmsModelLoader(BaseModelLoader):
@@ -77,32 +78,33 @@ class GmsModelLoader(BaseModelLoader):
             world_size=get_tensor_model_parallel_world_size(),
             engine_version=vllm_version,
         )
-        hold = WeightsMemory.attach(self._service, key)
+        weights = WeightsMemory(self._service, pool_name(key))
         try:
-            load = self._write if hold.role == "writer" else self._read
-            model = load(hold, vllm_config, model_config, prefix)
+            weights.attach()
+            load = self._write if weights.role == "writer" else self._read
+            model = load(weights, vllm_config, model_config, prefix)
         except BaseException:
-            hold.close()
+            weights.close()
             raise
-        setattr(model, _HOLD, hold)
-        logger.info("weights: %s, %.2f s", hold.role, time.monotonic() - started)
+        setattr(model, _ATTRIBUTE, weights)
+        logger.info("weights: %s, %.2f s", weights.role, time.monotonic() - started)
         return model.eval()
 
-    def _write(self, hold: WeightsMemory, vllm_config: Any, model_config: Any, prefix: str) -> Any:
+    def _write(self, weights: WeightsMemory, vllm_config: Any, model_config: Any, prefix: str) -> Any:
         model = self._from_disk.load_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
         manifest, stored = tensors.plan(model, tag=ARENA_TAG)
-        tensors.pack(manifest, stored, tensors.arena(hold.map_for_writing(manifest.size_bytes)))
-        hold.commit(manifest)
+        tensors.pack(manifest, stored, tensors.arena(weights.map_for_writing(manifest.size_bytes)))
+        weights.commit(manifest.encode())
         del stored
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)  # the loader's private copies: large pages of the heap, free now
         return model
 
-    def _read(self, hold: WeightsMemory, vllm_config: Any, model_config: Any, prefix: str) -> Any:
-        manifest = hold.manifest
+    def _read(self, weights: WeightsMemory, vllm_config: Any, model_config: Any, prefix: str) -> Any:
+        manifest = read_manifest(weights)
         with set_default_torch_dtype(model_config.dtype), torch.device("meta"):
             model = initialize_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
-        arena = tensors.arena(hold.map_for_reading())
+        arena = tensors.arena(weights.map_for_reading())
         tensors.install(model, manifest, arena)
         with set_default_torch_dtype(model_config.dtype), weights_already_processed():
             process_weights_after_loading(model, model_config, arena.device)

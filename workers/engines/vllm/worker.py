@@ -18,8 +18,8 @@ from gms import tensors
 from workers.engine import EngineMemory
 from workers.engines.vllm.arguments import Placement
 from workers.engines.vllm.loader import weights_of
-from workers.engines.vllm.weights import WeightsMemory
 from workers.memory import KvMemory, MemoryService
+from workers.weights import WeightsMemory
 
 logger = logging.getLogger(__name__)
 
