@@ -19,6 +19,7 @@ from typing import Final
 import msgspec
 
 from gms.client import GmsClient, GmsError
+from gms.protocol import ErrorCode
 from workers.children import Child, LogSink, label_line
 from workers.contract import Role
 from workers.exit_codes import ExitCode
@@ -36,6 +37,8 @@ logger = logging.getLogger(__name__)
 SERVICE_GRACE_SECONDS: Final = 2.0
 """SIGTERM to SIGKILL for the memory service; the engines are gone by then."""
 REAP_SECONDS: Final = 5.0
+_ALIVE: Final = frozenset({ErrorCode.TOO_MANY, ErrorCode.BUSY})
+"""Answers of a memory service that has more to do than it can: killing it would help nobody."""
 STDOUT: Final = 1
 FAILED_TO_START: Final = 127
 """The code a shell gives for a command it could not run."""
@@ -277,7 +280,7 @@ class PodSupervisor:
         try:
             await in_daemon_thread(ask, name="probe-gms")
         except GmsError as error:
-            return str(error), Sighting(ok=False)
+            return str(error), Sighting(ok=error.code in _ALIVE)
         return "", Sighting(ok=True)
 
     def _kill_what_is_left(self) -> None:
