@@ -99,13 +99,15 @@ class Channel:
         except OSError:
             self._end(None)
             return
-        self._fds += fdpass.received(ancillary)
+        came = fdpass.received(ancillary)
+        self._fds += came
         if not data:
             self._end(None)
+        elif flags & socket.MSG_CTRUNC and len(came) < MAX_FDS:
+            message = "This service can hold no more descriptors for now; try again on a new connection."
+            self._end(GmsError(ErrorCode.BUSY, message, retryable=True))
         elif flags & socket.MSG_CTRUNC or len(self._fds) > MAX_FDS:
-            message = (
-                f"More than {MAX_FDS} descriptors came in one message, or this service can hold no more; send fewer."
-            )
+            message = f"More than {MAX_FDS} descriptors came in one message; send fewer."
             self._end(GmsError(ErrorCode.BAD_FDS, message))
         else:
             self._decoder.feed(data)

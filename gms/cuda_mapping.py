@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from gms.backends.base import Hash, OutOfMemoryError
-from gms.backends.cuda_calls import CudaError, Driver
+from gms.backends.cuda_calls import FOREIGN, CudaError, Driver
 from gms.devices import DLPACK_CUDA, Chunk, address_taken
 from gms.protocol import ErrorCode, GmsError
 
@@ -54,6 +54,8 @@ class CudaMemory:
             with self._room(chunk.size_bytes):
                 handle = self._driver.open(chunk.fd)
         except CudaError as error:
+            if error.number not in FOREIGN:
+                raise
             raise ValueError(f"the descriptor is no memory of a GPU ({error})") from error
         try:
             yield handle

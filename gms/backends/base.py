@@ -4,21 +4,31 @@ An allocation is made of chunks; a backend knows chunks only. All methods but `s
 the service's one memory thread, in the order they were asked for, so that pages are never destroyed under a call that
 still works on them. `share` is quick and called on the event loop.
 
-An error that a backend does not translate into one of those below is one that it cannot go on after: the service ends.
+After a DeviceError the service ends. Any error other than those below is a mistake: it fails the request that it
+happens in, is logged, and the service goes on.
 """
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import Final, Protocol, TypeVar
 
 from msgspec import Struct
 
 P = TypeVar("P")
 
+NO_DESCRIPTORS: Final = frozenset({errno.EMFILE, errno.ENFILE})
+"""What the system says where this process, or the machine, can open no more files: for the moment."""
+
 
 class OutOfMemoryError(Exception):
-    """The machine, not the service's own limit, has no room."""
+    """The machine, not the service's own limit, has no room: for memory, or for descriptors of it. `room_bytes` is the
+    largest chunk that it would have had room for, None where nobody knows."""
+
+    def __init__(self, message: str, *, room_bytes: int | None = None) -> None:
+        super().__init__(message)
+        self.room_bytes = room_bytes
 
 
 class StillMappedError(Exception):
@@ -74,6 +84,11 @@ class MemoryBackend(Protocol[P]):
         """Whether `digest` works here; where it does not, clients compute digests and the service compares."""
         ...
 
+    @property
+    def descriptors_per_chunk(self) -> int:
+        """How many files the service has open for each, at most."""
+        ...
+
     def create(self, tag: str, size_bytes: int) -> P:
         """A chunk, possibly without memory behind it yet. Raises OutOfMemoryError."""
         ...
@@ -101,7 +116,7 @@ class MemoryBackend(Protocol[P]):
 
     def adopt(self, fd: int, identity: Identity) -> P:
         """Takes a chunk back that was shared by an earlier service. The caller keeps and closes `fd`. Raises
-        ForeignPagesError."""
+        ForeignPagesError, OutOfMemoryError."""
         ...
 
     def share(self, pages: P, *, writable: bool) -> int:

@@ -12,8 +12,8 @@ import os
 from dataclasses import dataclass
 from typing import Final
 
-from gms.backends.base import ForeignPagesError, Hash, Identity, OutOfMemoryError
-from gms.backends.cuda_calls import CudaError, Driver
+from gms.backends.base import NO_DESCRIPTORS, ForeignPagesError, Hash, Identity, OutOfMemoryError
+from gms.backends.cuda_calls import FOREIGN, CudaError, Driver
 
 CHUNK_BYTES: Final = 512 * 1024 * 1024
 """Some hundred calls for a large GPU. With chunks of 2 MiB mapping one takes seconds."""
@@ -36,6 +36,7 @@ class CudaBackend:
     """
 
     readable: Final = False
+    descriptors_per_chunk: Final = 2  # the exported one, and what the driver may keep open for the handle
 
     def __init__(self, ordinal: int, *, chunk_bytes: int = CHUNK_BYTES) -> None:
         self._driver: Final = Driver()
@@ -76,13 +77,18 @@ class CudaBackend:
         """Lets the driver open the descriptor once, to learn whether it is memory of a GPU. Its size shows only when a
         client maps it."""
         try:
-            self._driver.release(self._driver.open(fd))
-        except (CudaError, OutOfMemoryError) as error:
+            handle = self._driver.open(fd)
+        except CudaError as error:
+            if error.number not in FOREIGN:
+                raise
             raise ForeignPagesError(f"the driver does not take it as memory of a GPU ({error})") from error
+        self._driver.release(handle)
         try:
             return CudaPages(None, os.dup(fd), identity.size_bytes)
         except OSError as error:
-            raise ForeignPagesError(f"it cannot be kept ({error.strerror})") from error
+            if error.errno not in NO_DESCRIPTORS:
+                raise
+            raise OutOfMemoryError(f"its descriptor cannot be kept: {error.strerror}") from error
 
     def share(self, pages: CudaPages, *, writable: bool) -> int:
         return os.dup(pages.fd)

@@ -17,20 +17,26 @@ from contextlib import contextmanager
 from typing import Any, Final
 from uuid import UUID
 
-from gms.backends.base import DeviceError, OutOfMemoryError
+from gms.backends.base import NO_DESCRIPTORS, DeviceError, OutOfMemoryError
 
 HANDLES_AS_FDS: Final = 103
 VIRTUAL_MEMORY: Final = 102
 RDMA_WITH_VIRTUAL_MEMORY: Final = 110
 """Attributes of a device, by the numbers in cuda.h: their names differ between versions of the bindings."""
 
+FOREIGN: Final = frozenset({1, 101, 304, 400})
+"""How opening a descriptor fails that is no memory of a GPU, or of one that this process does not see: invalid value,
+invalid device, refused by the operating system, invalid handle. Any other failure is the device's."""
+
 _OUT_OF_MEMORY: Final = 2
+_OPERATING_SYSTEM: Final = 304
+_EXPORT: Final = "cuMemExportToShareableHandle"
 _MAKE: Final = frozenset(
     {
         "cuDevicePrimaryCtxRetain",
         "cuMemAddressReserve",
         "cuMemCreate",
-        "cuMemExportToShareableHandle",
+        _EXPORT,
         "cuMemImportFromShareableHandle",
         "cuMemMap",
         "cuMemSetAccess",
@@ -125,7 +131,7 @@ class Driver:
 
     def export(self, handle: int) -> int:
         """A descriptor for the memory, which the caller closes. No child inherits it."""
-        fd = int(self._call("cuMemExportToShareableHandle", handle, self._fd_type, 0))
+        fd = int(self._call(_EXPORT, handle, self._fd_type, 0))
         os.set_inheritable(fd, False)
         return fd
 
@@ -205,8 +211,20 @@ class Driver:
             raise DeviceError(f"{function} was called in a fork of the process that uses CUDA; fork first.")
         code, *results = getattr(self._cuda, function)(*arguments)
         number = int(code)
-        if number == _OUT_OF_MEMORY and function in _MAKE:
-            raise OutOfMemoryError(f"{function}: the GPU has no room")
+        if number and function in _MAKE:
+            if number == _OUT_OF_MEMORY:
+                raise OutOfMemoryError(f"{function}: the GPU has no room")
+            if (function == _EXPORT and number == _OPERATING_SYSTEM) or not _descriptors_left():
+                raise OutOfMemoryError(f"{function}: the operating system has no descriptor left for it")
         if number:
             raise CudaError(function, getattr(code, "name", "an unknown error"), number)
         return results[0] if results else None
+
+
+def _descriptors_left() -> bool:
+    """Which the driver needs as well, and does not tell from other failures."""
+    try:
+        os.close(os.eventfd(0, os.EFD_CLOEXEC))
+    except OSError as error:
+        return error.errno not in NO_DESCRIPTORS
+    return True

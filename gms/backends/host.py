@@ -23,9 +23,16 @@ from msgspec import structs
 
 from gms import libc
 from gms.backends.available import available
-from gms.backends.base import ForeignPagesError, Hash, Identity, OutOfMemoryError, StillMappedError
+from gms.backends.base import (
+    NO_DESCRIPTORS,
+    ForeignPagesError,
+    Hash,
+    Identity,
+    OutOfMemoryError,
+    StillMappedError,
+)
 
-_NO_ROOM: Final = frozenset({errno.ENOMEM, errno.ENOSPC, errno.EFBIG, errno.EFAULT, errno.EMFILE, errno.ENFILE})
+_NO_ROOM: Final = NO_DESCRIPTORS | {errno.ENOMEM, errno.ENOSPC, errno.EFBIG, errno.EFAULT}
 """EFAULT is what populating gives where touching would be a SIGBUS: no page could be had."""
 
 SPARE_BYTES: Final = 8 * 1024 * 1024
@@ -53,6 +60,7 @@ class HostBackend:
     granularity: Final = libc.PAGE_BYTES
     slice_bytes: Final = 64 * 1024 * 1024
     readable: Final = True
+    descriptors_per_chunk: Final = 1
 
     def __init__(self, device_id: str = "cpu:0", *, chunk_bytes: int = 1 << 48) -> None:
         if chunk_bytes <= 0 or chunk_bytes % self.granularity:
@@ -68,9 +76,11 @@ class HostBackend:
         promised = sum(self._unfilled.values())
         needed = size_bytes + promised
         if needed + needed // SPARE_SHARE + SPARE_BYTES > left.size_bytes:
+            room = (left.size_bytes - SPARE_BYTES) * SPARE_SHARE // (SPARE_SHARE + 1) - promised
             raise OutOfMemoryError(
                 f"{left.where} has {left.size_bytes} bytes left, of which {promised} are promised and "
-                f"{needed // SPARE_SHARE + SPARE_BYTES} must stay free"
+                f"{needed // SPARE_SHARE + SPARE_BYTES} must stay free",
+                room_bytes=max(room, 0),
             )
         try:
             fd = _memfd(f"gms:{tag}"[:200])
@@ -149,7 +159,7 @@ class HostBackend:
         try:
             return HostPages(os.dup(fd), identity.size_bytes)
         except OSError as error:
-            raise ForeignPagesError(f"it cannot be kept ({error.strerror})") from error
+            raise _translated(error) from error
 
     def share(self, pages: HostPages, *, writable: bool) -> int:
         if writable:

@@ -69,6 +69,7 @@ class FileBackend:
     granularity: Final = 16
     chunk_bytes: Final = CHUNK
     slice_bytes: Final = SLICE
+    descriptors_per_chunk: Final = 1
 
     def __init__(self, *, readable: bool = True, room: int | None = None) -> None:
         self.readable: Final = readable

@@ -14,9 +14,9 @@ import pytest
 
 from gms import libc
 from gms.backends import host
-from gms.backends.available import available
+from gms.backends.available import Available, available
 from gms.backends.base import ForeignPagesError, OutOfMemoryError, StillMappedError
-from gms.backends.host import HostBackend, HostPages
+from gms.backends.host import SPARE_BYTES, SPARE_SHARE, HostBackend, HostPages
 
 SIZE = 4 * mmap.PAGESIZE
 
@@ -87,8 +87,29 @@ def test_no_room_is_out_of_memory(
 
 
 def test_more_than_the_machine_has_is_refused_at_once(backend: HostBackend) -> None:
-    with pytest.raises(OutOfMemoryError, match=r"this (machine|container) has \d+ bytes left"):
+    with pytest.raises(OutOfMemoryError, match=r"this (machine|container) has \d+ bytes left") as caught:
         backend.create("w", 1 << 48)
+    assert caught.value.room_bytes is not None
+    assert 0 < caught.value.room_bytes < 1 << 48
+
+
+@pytest.mark.parametrize("left", [0, SPARE_BYTES, SPARE_BYTES + 5, 100 << 20, (100 << 20) + 4097])
+@pytest.mark.parametrize("promised", [0, 40 << 20])
+def test_the_room_that_a_refusal_speaks_of_is_there(
+    backend: HostBackend, monkeypatch: pytest.MonkeyPatch, left: int, promised: int
+) -> None:
+    before = [backend.create("before", promised)] if promised else []
+    monkeypatch.setattr(host, "available", lambda: Available(left, "this test"))
+    with pytest.raises(OutOfMemoryError, match="this test has") as caught:
+        backend.create("w", 200 << 20)
+    room = caught.value.room_bytes
+    assert room == max(0, (left - SPARE_BYTES) * SPARE_SHARE // (SPARE_SHARE + 1) - promised)
+    if room:
+        before.append(backend.create("w", room))
+    with pytest.raises(OutOfMemoryError):
+        backend.create("x", max(1, left // 100))
+    for pages in before:
+        backend.destroy(pages)
 
 
 def test_out_of_descriptors_is_out_of_memory(backend: HostBackend, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,14 +234,15 @@ def test_what_is_not_the_chunk_described_is_refused_without_damage(
             backend.adopt(pages.fd, identity)
 
 
-def test_out_of_descriptors_is_no_reason_to_end(
-    backend: HostBackend, pages: HostPages, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("number", [23, 24], ids=["ENFILE", "EMFILE"])
+def test_out_of_descriptors_is_no_fault_of_who_hands_back(
+    backend: HostBackend, pages: HostPages, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     def none_left(fd: int) -> int:
-        raise OSError(24, "Too many open files")
+        raise OSError(number, "Too many open files")
 
     monkeypatch.setattr(os, "dup", none_left)
-    with pytest.raises(ForeignPagesError, match="cannot be kept"):
+    with pytest.raises(OutOfMemoryError, match="Too many open files"):
         backend.adopt(pages.fd, backend.identify(pages))
 
 
