@@ -200,7 +200,7 @@ class AllocationTable(Generic[P]):
         return ", ".join(f"{amount} by {who}" for who, amount in pairs.most_common(5)) or "nothing"
 
     def _full(self, entry: Entry[P], fits: bool) -> str:
-        next_ = "Try again, since part of that is about to go; else raise" if fits else "Raise"
+        next_ = "Part of that will go by itself: try again, or raise" if fits else "Raise"
         return (
             f"{entry.size_bytes} bytes for {entry.tag!r} in {entry.pool} do not fit: the memory limit is "
             f"{self.limit_bytes}, held are {self.holders()}. {next_} --memory-limit, or end one of them."

@@ -106,16 +106,16 @@ class Arbiter:
 
     def unused(self) -> list[tuple[str, int]]:
         """Pool and generation of all that `evict` would give up, one call after the other."""
-        staged_pools = (pool for pool in self._pools.values() if isinstance(pool, StagedPool))
-        return [(pool.name, pool.current) for pool in staged_pools if pool.unused]
+        staged_pools = [(name, pool) for name, pool in self._pools.items() if isinstance(pool, StagedPool)]
+        return [(name, pool.current) for name, pool in staged_pools if pool.unused]
 
     def lasting(self) -> set[tuple[str, int]]:
         """Pool and generation of all that does not go by itself: what clients have a lease on, and KV pages that are
         kept for the next holder. Not so what waits for proof or to be handed back."""
-        held = {(pool.name, lease.generation) for pool in self._pools.values() for lease in pool.held()}
+        held = {(name, lease.generation) for name, pool in self._pools.items() for lease in pool.held()}
         kept = {
-            (pool.name, pool.current)
-            for pool in self._pools.values()
+            (name, pool.current)
+            for name, pool in self._pools.items()
             if isinstance(pool, EpochPool) and pool.state is PoolState.COMMITTED
         }
         return held | kept

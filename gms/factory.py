@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import re
+import resource
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import xxhash
 
+from gms.allocations import MAX_CHUNKS
 from gms.backends.base import DeviceError, MemoryBackend
 from gms.journal import Journal
-from gms.protocol import GmsError
-from gms.server import Server
+from gms.protocol import MAX_FDS, GmsError
+from gms.server import MAX_CLIENTS, Server
 from gms.service import MemoryService
 from gms.socket_path import SocketPath, StartError
 
 if TYPE_CHECKING:
     from gms.metrics import Closeable, Metrics
     from gms.settings import GmsSettings
+
+
+OTHER_FILES: Final = 4 * MAX_CLIENTS + 4 * MAX_FDS
+"""Kept for what is no chunk, or half of all files if there are few: a connection and the pidfds of an engine and some
+ranks for each client, and descriptors under way."""
 
 
 @asynccontextmanager
@@ -53,6 +60,7 @@ async def running(settings: GmsSettings) -> AsyncIterator[asyncio.Future[DeviceE
                 algorithm_name="xxh3_128",
                 journal=_journal(settings.socket),
                 limit_bytes=None if settings.memory_limit is None else int(settings.memory_limit),
+                max_chunks=_max_chunks(backend.descriptors_per_chunk),
                 adopt_seconds=settings.adopt_timeout_seconds,
                 observer=metrics,
                 fail=fail,
@@ -89,6 +97,14 @@ def _journal(socket: str) -> Journal:
         return Journal(folder)
     except OSError as error:
         raise StartError(f"The folder {folder} cannot be used: {error.strerror or error}.") from error
+
+
+def _max_chunks(descriptors_per_chunk: int) -> int:
+    """So many that clients can still connect, and send and be sent descriptors."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files == resource.RLIM_INFINITY:
+        return MAX_CHUNKS
+    return min((files - min(OTHER_FILES, files // 2)) // descriptors_per_chunk, MAX_CHUNKS)
 
 
 def _backend(settings: GmsSettings) -> MemoryBackend[Any]:

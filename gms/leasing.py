@@ -139,7 +139,7 @@ class Leasing(Generic[P]):
         entries = (entry for generation in self.arbiter.lasting() for entry in self._table.entries(*generation))
         return sum(entry.size_bytes for entry in entries if entry.filled)
 
-    def evict(self, missing_bytes: int = 0) -> bool:
+    def evict(self, missing_bytes: int) -> bool:
         """Makes room by giving up the oldest weights that nobody uses. False, and all stay, if that much would not come
         free even with all of them gone."""
         if sum(self._table.bytes_of(*generation) for generation in self.arbiter.unused()) < missing_bytes:

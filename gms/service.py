@@ -15,7 +15,7 @@ import msgspec
 
 from gms import protocol, reporting
 from gms.adoption import Adopter
-from gms.allocations import AllocationTable, Entry
+from gms.allocations import MAX_CHUNKS, AllocationTable, Entry
 from gms.arbiter import Arbiter, staged
 from gms.backends.base import DeviceError, Hash, MemoryBackend
 from gms.checking import Checker
@@ -25,7 +25,7 @@ from gms.journal import Journal, PoolRecord
 from gms.leasing import Leasing
 from gms.ledger import Ledger
 from gms.protocol import MAX_FDS, Digests, ErrorCode, GmsError, LeaseMode, Status
-from gms.store import PageStore
+from gms.store import PageStore, Surroundings
 
 ADOPT_SECONDS: Final = 30.0
 
@@ -46,7 +46,7 @@ class MemoryService(Generic[P]):
     """One device's pools. `limit_bytes` bounds what is allocated at a time, None leaves it to the machine; without a
     `journal` nothing outlives the service. Digests by another `algorithm_name` are not compared. `fail` is told, on any
     thread, of a device that cannot be gone on with. Raises GmsError(wrong_device) if the journal is another device's,
-    and engines that live count on it."""
+    and engines that live count on it. `max_chunks` is what its process can open files for."""
 
     def __init__(
         self,
@@ -57,6 +57,7 @@ class MemoryService(Generic[P]):
         algorithm_name: str = "",
         journal: Journal | None = None,
         limit_bytes: int | None = None,
+        max_chunks: int = MAX_CHUNKS,
         adopt_seconds: float = ADOPT_SECONDS,
         observer: Observer | None = None,
         fail: Callable[[DeviceError], None],
@@ -66,7 +67,7 @@ class MemoryService(Generic[P]):
         self.events = EventLog()
         self._backend = backend
         self._observer = observer
-        self._table: AllocationTable[P] = AllocationTable(limit_bytes)
+        self._table: AllocationTable[P] = AllocationTable(limit_bytes, max_chunks=max_chunks)
         self._store = PageStore(backend, self._table, self.events, algorithm=algorithm, fail=fail)
         self._checker = Checker(self._store, self._table, observer)
         self._loop = asyncio.get_running_loop()
@@ -155,12 +156,15 @@ class MemoryService(Generic[P]):
         await self._store.allocate(
             entry,
             seconds=message.timeout_seconds,
-            evict=self._leasing.evict,
-            wanted=lambda: self._arbiter.lease(client.id, message.pool) == lease,
+            around=Surroundings(
+                evict=self._leasing.evict,
+                lasting_bytes=self._leasing.lasting_bytes,
+                wanted=lambda: self._arbiter.lease(client.id, message.pool) == lease,
+            ),
         )
         try:
             shared = self._shared(entry, 0, writable=True, created=True)
-        except OSError:  # no descriptors left: for its client it was never there, and must not be found to exist
+        except (GmsError, OSError):  # for its client it was never there, and must not be found to exist
             self._store.discard(entry)
             raise
         self._ledger.record(message.pool)

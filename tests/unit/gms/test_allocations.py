@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gms import allocations
-from gms.allocations import AllocationTable, Entry
+from gms.allocations import AllocationTable, Entry, NoRoomError
 from gms.protocol import MAX_ALLOCATION, AllocationInfo, ErrorCode, GmsError
 
 Table = AllocationTable[str]
@@ -88,6 +87,23 @@ def test_what_never_fits_is_not_worth_another_try() -> None:
     assert "the memory limit is 100" in str(error)
 
 
+@pytest.mark.parametrize(("lasting", "retryable"), [(0, True), (49, True), (50, True), (51, False), (60, False)])
+def test_another_try_is_worth_it_if_it_fits_beside_what_lasts(lasting: int, retryable: bool) -> None:
+    table = Table(100)
+    reserved(table)
+    entry = made("more", 50, generation=2)
+    with pytest.raises(NoRoomError) as caught:
+        table.reserve(entry, lasting=lambda: lasting)
+    assert (caught.value.retryable, caught.value.missing_bytes) == (retryable, 10)
+    assert ("will go by itself: try again" in str(caught.value)) is retryable
+    assert "raise --memory-limit" in str(caught.value).replace("Raise", "raise")
+
+
+def test_nobody_is_asked_what_lasts_while_there_is_room() -> None:
+    for table in (Table(60), Table()):
+        table.reserve(made(), lasting=lambda: pytest.fail("asked for nothing"))
+
+
 @pytest.mark.parametrize(("size", "code"), [(60, ErrorCode.EXISTS), (61, ErrorCode.SIZE_MISMATCH)])
 def test_a_tag_is_one_allocation(size: int, code: str) -> None:
     table = Table()
@@ -96,21 +112,23 @@ def test_a_tag_is_one_allocation(size: int, code: str) -> None:
     reserved(table, size=size, generation=2)
 
 
-def test_the_number_of_chunks_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(allocations, "MAX_CHUNKS", 6)
-    table = Table()
+def test_the_number_of_chunks_is_bounded() -> None:
+    table = Table(max_chunks=6)
     reserved(table, "a", 5 * CHUNK)
     reserved(table, "b", 1, generation=2)
     error = refused(table, made("c", 1))
     assert error.code == ErrorCode.TOO_MANY
-    assert "--chunk-size" in str(error)
+    assert "(the most is 6, since this service may not open more files); " in str(error)
+    assert "allow it more (ulimit -n), or raise --chunk-size" in str(error)
     table.drop("kv", 2)
     reserved(table, "c", 1)
 
 
 def test_the_largest_request_costs_no_memory_before_it_is_refused() -> None:
     entry = Entry[str]("kv", 1, "pages", MAX_ALLOCATION, 4096, "a")
-    assert refused(Table(), entry).code == ErrorCode.TOO_MANY
+    error = refused(Table(), entry)
+    assert error.code == ErrorCode.TOO_MANY
+    assert "(the most is 8192); allocate fewer and larger ones, or raise --chunk-size." in str(error)
     assert entry.pages == []
 
 

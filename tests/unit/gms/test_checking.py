@@ -155,7 +155,7 @@ async def test_pages_that_go_while_they_are_verified(life: Life, a: Engine, b: E
     asked = asyncio.create_task(verify(b, {}))
     await held.reached()
     a.die()
-    life.service._leasing.evict()
+    life.service._leasing.evict(1)
     held.release()
     with pytest.raises(GmsError) as caught:
         await asked

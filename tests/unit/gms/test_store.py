@@ -15,7 +15,7 @@ from gms.backends.base import DeviceError, OutOfMemoryError, StillMappedError
 from gms.events import EventLog
 from gms.integrity import pieces
 from gms.protocol import ErrorCode, GmsError
-from gms.store import PageStore
+from gms.store import PageStore, Surroundings
 from tests.unit.gms.memory_backend import CHUNK, SLICE, Chunk, FileBackend, descriptors, plain, turns
 from tests.unit.gms.service_bench import manifest
 
@@ -40,10 +40,12 @@ class Bench:
         entry: Entry[Chunk],
         *,
         seconds: float = 0.0,
-        evict: Callable[[], bool] = lambda: False,
+        evict: Callable[[int], bool] = lambda missing_bytes: False,
+        lasting_bytes: Callable[[], int] = lambda: 0,
         wanted: Callable[[], bool] = lambda: True,
     ) -> Entry[Chunk]:
-        await self.store.allocate(entry, seconds=seconds, evict=evict, wanted=wanted)
+        around = Surroundings(evict=evict, lasting_bytes=lasting_bytes, wanted=wanted)
+        await self.store.allocate(entry, seconds=seconds, around=around)
         return entry
 
     def start(self, entry: Entry[Chunk], **how: float) -> asyncio.Task[Entry[Chunk]]:
@@ -261,25 +263,73 @@ async def test_waiting_has_an_end_that_says_who_holds_what(bench: Bench) -> None
 
 
 async def test_what_never_fits_neither_waits_nor_evicts(bench: Bench) -> None:
+    asked: list[int] = []
+    await bench.allocate(bench.entry(2 * CHUNK, "there"))
     with pytest.raises(GmsError) as caught:
-        await bench.allocate(bench.entry(LIMIT + 16), seconds=10.0, evict=lambda: pytest.fail("evicted for nothing"))
+        await bench.allocate(bench.entry(LIMIT + 16), seconds=10.0, evict=lambda n: bool(asked.append(n)))
     assert (caught.value.code, caught.value.retryable) == (ErrorCode.OUT_OF_MEMORY, False)
+    assert asked == [2 * CHUNK + 16]  # more than there is
     assert bench.events.last == 0
+
+
+async def test_what_never_fits_is_told_at_once_though_others_wait(bench: Bench) -> None:
+    held = await bench.allocate(bench.entry(LIMIT, "held"))
+    first = bench.start(bench.entry(CHUNK, "first"))
+    await turns()
+    error = await bench.refused(bench.entry(LIMIT + 16, "huge"), seconds=10.0)
+    assert (error.code, error.retryable) == (ErrorCode.OUT_OF_MEMORY, False)
+    bench.store.discard(held)
+    await first
+
+
+async def test_what_living_clients_hold_is_waited_for_by_those_who_want_to_and_is_no_reason_to_try_again(
+    bench: Bench,
+) -> None:
+    held = await bench.allocate(bench.entry(4 * CHUNK, "held"))
+
+    def lasting() -> int:
+        return 4 * CHUNK if bench.table.holds(held) else 0
+
+    for seconds in (0.0, 0.01):
+        with pytest.raises(GmsError) as caught:
+            await bench.allocate(bench.entry(3 * CHUNK), seconds=seconds, lasting_bytes=lasting)
+        assert (caught.value.code, caught.value.retryable) == (ErrorCode.OUT_OF_MEMORY, False)
+    waiting = asyncio.create_task(bench.allocate(bench.entry(3 * CHUNK), seconds=10.0, lasting_bytes=lasting))
+    await turns()
+    assert not waiting.done()
+    bench.store.discard(held)
+    await waiting
+
+
+async def test_who_waited_behind_another_hears_how_things_are_now(bench: Bench) -> None:
+    held = await bench.allocate(bench.entry(LIMIT, "held"))
+    first = bench.start(bench.entry(CHUNK, "first"))
+    await turns()
+    lasting = [0]
+    second = asyncio.create_task(
+        bench.allocate(bench.entry(CHUNK, "second"), seconds=0.1, lasting_bytes=lambda: lasting[0])
+    )
+    await turns()
+    lasting[0] = LIMIT
+    with pytest.raises(GmsError, match="must wait for those who wait") as caught:
+        await second
+    assert not caught.value.retryable
+    bench.store.discard(held)
+    await first
 
 
 async def test_what_nobody_uses_goes_first_and_one_at_a_time(bench: Bench) -> None:
     for number in (1, 2, 3):
         await bench.allocate(bench.entry(2 * CHUNK, pool=f"weights/{number}", generation=number))
-    unused = [1, 2, 3]
+    unused, asked = [1, 2, 3], list[int]()
 
-    def evict() -> bool:
-        if not unused:
-            return False
+    def evict(missing_bytes: int) -> bool:
+        asked.append(missing_bytes)
         number = unused.pop(0)
         return bench.store.drop(f"weights/{number}", number) == 1
 
     await bench.allocate(bench.entry(3 * CHUNK), evict=evict)
-    assert unused == [3]
+    assert (unused, asked) == ([3], [3 * CHUNK, CHUNK])
     calls = bench.backend.calls
     assert calls.index("destroy p") < calls.index("create p", calls.index("destroy p"))
     assert bench.table.total_bytes == 5 * CHUNK
@@ -290,7 +340,7 @@ async def test_a_machine_without_room_evicts_too_and_is_tried_again_untold(monke
     bench = make(FileBackend(room=CHUNK + SLICE))
     evictions: list[bool] = []
 
-    def evict() -> bool:
+    def evict(missing_bytes: int) -> bool:
         evictions.append(not evictions)
         return evictions[-1]
 
@@ -331,6 +381,35 @@ async def test_a_holder_that_is_fenced_while_it_waits_in_vain_is_told_at_once(
     assert caught.value.code == ErrorCode.FENCED
 
 
+@pytest.mark.parametrize(
+    ("size", "room", "missing"),
+    [
+        (3 * CHUNK, 2 * CHUNK, 1),  # two are there: less than a third is missing
+        (3 * CHUNK, CHUNK, CHUNK + 1),
+        (3 * CHUNK, 0, 2 * CHUNK + 1),
+        (2 * CHUNK + 16, 2 * CHUNK, 1),
+        (2 * CHUNK + 16, CHUNK, 17),
+    ],
+)
+async def test_a_device_that_does_not_say_what_it_has_is_asked_for_no_more_than_may_be_missing(
+    size: int, room: int, missing: int
+) -> None:
+    bench = make(FileBackend(room=room))
+    asked: list[int] = []
+    with pytest.raises(GmsError):
+        await bench.allocate(bench.entry(size), evict=lambda missing_bytes: bool(asked.append(missing_bytes)))
+    assert asked == [missing]
+    bench.store.close()
+
+
+async def test_a_device_that_says_what_it_has_is_believed(bench: Bench) -> None:
+    asked: list[int] = []
+    bench.backend.fail("create", OutOfMemoryError("short of it", room_bytes=CHUNK - 10), 2)
+    with pytest.raises(GmsError):
+        await bench.allocate(bench.entry(3 * CHUNK), evict=lambda missing_bytes: bool(asked.append(missing_bytes)))
+    assert asked == [CHUNK + 10]
+
+
 # --- a device that fails
 
 
@@ -367,6 +446,36 @@ async def test_memory_that_cannot_be_given_back_is_logged(bench: Bench, caplog: 
     await bench.settle()
     assert "memory could not be given back: it is stuck" in caplog.text
     assert len(bench.failures) == 1
+    os.close(bench.backend.alive.pop().fd)
+
+
+@pytest.mark.parametrize("call", ["create", "populate", "identify"])
+async def test_a_mistake_fails_one_request_and_is_logged(
+    bench: Bench, caplog: pytest.LogCaptureFixture, call: str
+) -> None:
+    bench.backend.fail(call, ValueError("no such thing"))
+    error = await bench.refused(bench.entry())
+    assert (error.code, error.retryable) == (ErrorCode.INTERNAL, False)
+    assert "(ValueError: no such thing); see the service's log" in str(error)
+    assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [ValueError]
+    await bench.nothing_is_left()
+    assert bench.failures == []
+    await bench.allocate(bench.entry())
+
+
+async def test_pages_whose_client_left_and_that_cannot_be_given_back_are_logged(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    held = bench.backend.hold("create")
+    filling = bench.start(bench.entry())
+    await held.reached()
+    bench.backend.fail("destroy", OSError(5, "Input/output error"))
+    filling.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await filling
+    held.release()
+    await bench.settle()
+    assert "memory could not be given back: [Errno 5] Input/output error" in caplog.text
     os.close(bench.backend.alive.pop().fd)
 
 
@@ -462,9 +571,23 @@ async def test_descriptors_that_cannot_all_be_had_are_none(bench: Bench, monkeyp
 
     monkeypatch.setattr(bench.backend, "share", exhausted)
     before = descriptors()
-    with pytest.raises(OSError, match="Too many"):
+    with pytest.raises(GmsError, match=r"cannot give out 'p' of kv for now: Too many open files. Try again") as caught:
         bench.store.share(entry, 0, 64, writable=True)
+    assert (caught.value.code, caught.value.retryable) == (ErrorCode.BUSY, True)
     assert descriptors() == before
+
+
+async def test_a_descriptor_that_is_refused_for_good_is_no_moments_matter(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = await bench.allocate(bench.entry())
+
+    def broken(pages: Chunk, *, writable: bool) -> int:
+        raise OSError(13, "Permission denied")
+
+    monkeypatch.setattr(bench.backend, "share", broken)
+    with pytest.raises(PermissionError):
+        bench.store.share(entry, 0, 64, writable=True)
 
 
 # --- taking back
@@ -514,6 +637,33 @@ async def test_a_foreign_chunk_is_refused_even_where_there_is_one(bench: Bench, 
     assert caught.value.code == ErrorCode.MISMATCH
     await bench.settle()
     assert len(bench.backend.alive) == filled
+
+
+async def test_a_moment_without_room_is_no_fault_of_who_hands_back(bench: Bench, kept: Kept) -> None:
+    entry, fds = kept
+    bench.backend.fail("adopt", OutOfMemoryError("Too many open files"))
+    with pytest.raises(GmsError, match=r"cannot be taken back for now \(Too many open files\); keep it") as caught:
+        await bench.store.take_back(entry, 0, fds[0])
+    assert (caught.value.code, caught.value.retryable) == (ErrorCode.OUT_OF_MEMORY, True)
+    await bench.store.take_back(entry, 0, fds[0])
+    assert entry.pages[0] is not None
+
+
+async def test_a_moment_without_descriptors_is_no_fault_of_who_hands_back(
+    bench: Bench, kept: Kept, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry, fds = kept
+
+    def none_left(fd: int) -> int:
+        raise OSError(23, "Too many open files in system")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store_module.os, "dup", none_left)
+        with pytest.raises(GmsError, match="cannot take back 'p' of weights/a for now") as caught:
+            await bench.store.take_back(entry, 0, fds[0])
+    assert (caught.value.code, caught.value.retryable) == (ErrorCode.BUSY, True)
+    await bench.store.take_back(entry, 0, fds[0])
+    assert entry.pages[0] is not None
 
 
 async def test_there_is_no_chunk_beyond_the_last(bench: Bench, kept: Kept) -> None:
