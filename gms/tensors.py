@@ -75,11 +75,12 @@ def pack(manifest: Manifest, tensors: dict[str, Any], arena: Any) -> None:
     for name, slot in slots.items():
         together.setdefault(slot.offset, []).append(name)
     shared = _shared(manifest, arena)
+    views = Views(arena)
     for offset, names in together.items():
         _stored(arena, slots[names[0]]).copy_(_visible(tensors[names[0]], slots[names[0]]))
         if offset in shared:
             for name in names:
-                tensors[name].data = view(arena, slots[name])
+                tensors[name].data = views.of(slots[name])
     if arena.is_cuda:
         torch.cuda.synchronize(arena.device)
 
@@ -95,12 +96,13 @@ def install(module: Any, manifest: Manifest, arena: Any) -> None:
     _matches(module, modules, manifest)
     kinds = {"parameters": manifest.parameters, "buffers": manifest.buffers, "attributes": manifest.attributes}
     shared = _shared(manifest, arena)
+    views = Views(arena)
     clones: dict[int, Any] = {}
     installed: dict[str, tuple[str, Any]] = {}
     for kind, slots in kinds.items():
         for name, slot in slots.items():
             if slot.offset in shared:
-                tensor = view(arena, slot)
+                tensor = views.of(slot)
             else:
                 if slot.offset not in clones:
                     clones[slot.offset] = _private(arena, slot)
@@ -115,19 +117,40 @@ def install(module: Any, manifest: Manifest, arena: Any) -> None:
         _put(modules[owner], leaf, kind, tensor)
 
 
+class Views:
+    """The tensors of slots, over one arena's memory. The arena is typed once for each dtype, so that a tensor costs one
+    call of torch."""
+
+    def __init__(self, arena: Any) -> None:
+        self._arena = arena
+        self._typed: dict[str, tuple[Any, int]] = {}  # dtype -> the arena as such, and the bytes of an element
+
+    def of(self, slot: Slot) -> Any:
+        """Raises ValueError if the tensor does not lie within its storage, or is of no dtype that torch knows."""
+        typed, itemsize = self._typed.get(slot.dtype) or self._as(slot.dtype)
+        if slot.offset < 0 or slot.size_bytes < 0 or slot.offset + slot.size_bytes > self._arena.numel():
+            raise _outside(self._arena, slot)
+        start, rest = divmod(slot.offset, itemsize)
+        if rest:
+            raise ValueError(f"a tensor of {slot.dtype} at {slot.offset} is not aligned")
+        if _end(slot) * itemsize > slot.size_bytes:
+            raise ValueError(f"a tensor of shape {slot.shape} and stride {slot.stride} is larger than its storage")
+        return typed.as_strided(slot.shape, slot.stride, typed.storage_offset() + start + slot.storage_offset)
+
+    def _as(self, name: str) -> tuple[Any, int]:
+        dtype = getattr(torch, name, None)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"this torch has no dtype {name!r}: the weights were written by another version")
+        if self._arena.storage_offset() % dtype.itemsize:
+            raise ValueError(f"an arena that begins at byte {self._arena.storage_offset()} is not aligned for {name}")
+        whole = self._arena.numel() // dtype.itemsize * dtype.itemsize
+        self._typed[name] = self._arena[:whole].view(dtype), dtype.itemsize
+        return self._typed[name]
+
+
 def view(arena: Any, slot: Slot) -> Any:
-    """The tensor of a slot, over the arena's memory. Raises ValueError if it does not lie within its storage."""
-    dtype = getattr(torch, slot.dtype, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"this torch has no dtype {slot.dtype!r}: the weights were written by another version")
-    flat, rest = _stored(arena, slot), slot.size_bytes % dtype.itemsize
-    start = flat.storage_offset()
-    if start % dtype.itemsize:
-        raise ValueError(f"a tensor of {slot.dtype} at {slot.offset} is not aligned")
-    if _end(slot) * dtype.itemsize > slot.size_bytes:
-        raise ValueError(f"a tensor of shape {slot.shape} and stride {slot.stride} is larger than its storage")
-    flat = (flat[:-rest] if rest else flat).view(dtype)
-    return flat.as_strided(slot.shape, slot.stride, start // dtype.itemsize + slot.storage_offset)
+    """The tensor of one slot; see `Views`."""
+    return Views(arena).of(slot)
 
 
 def fill_empty(module: Any, device: Any) -> None:
@@ -248,9 +271,13 @@ def _shared(manifest: Manifest, arena: Any) -> set[int]:
     return {slot.offset for slot in manifest.parameters.values() if slot.device == arena.device.type}
 
 
+def _outside(arena: Any, slot: Slot) -> ValueError:
+    return ValueError(f"{slot.size_bytes} bytes at {slot.offset} lie outside of an allocation of {arena.numel()}")
+
+
 def _stored(arena: Any, slot: Slot) -> Any:
     if slot.offset < 0 or slot.size_bytes < 0 or slot.offset + slot.size_bytes > arena.numel():
-        raise ValueError(f"{slot.size_bytes} bytes at {slot.offset} lie outside of an allocation of {arena.numel()}")
+        raise _outside(arena, slot)
     return arena[slot.offset : slot.offset + slot.size_bytes]
 
 

@@ -1,4 +1,4 @@
-"""``python -m app.cli.bench.echo SOCKET SIZE``: answers every message of SIZE bytes with SIZE bytes, through asyncio.
+"""``python -m app.cli.bench.echo SOCKET ASKED SIZE``: answers each ASKED bytes with SIZE bytes, through asyncio.
 
 The least that a service on a Unix socket can do; what the memory service takes for its status is measured against it.
 Says ``ready`` on stdout and ends when its stdin does.
@@ -10,11 +10,14 @@ import asyncio
 import sys
 
 
-async def _serve(path: str, size: int) -> None:
+async def _serve(path: str, asked: int, size: int) -> None:
+    reply = bytes(size)
+
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             while True:
-                writer.write(await reader.readexactly(size))
+                await reader.readexactly(asked)
+                writer.write(reply)
                 await writer.drain()
         except (asyncio.IncompleteReadError, ConnectionError):
             pass  # the one client has hung up
@@ -27,4 +30,4 @@ async def _serve(path: str, size: int) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(_serve(sys.argv[1], int(sys.argv[2])))
+    asyncio.run(_serve(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))

@@ -7,6 +7,7 @@ hits both; the figures are medians, and ratios are taken of those.
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import socket
 import statistics
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from app.cli.bench.system import BenchError
 from app.cli.launch import module_command, safe_environment
+from gms import protocol
 from gms.client import Allocation, GmsClient, Lease, LeaseMode
 from gms.custody import Custody
 from gms.mapping import Reservation
@@ -138,13 +141,10 @@ def _commit_weights(client: GmsClient, size_bytes: int) -> tuple[Lease, Allocati
 
 
 def _attach(service: _Service, pages: Allocation, manifest: Manifest) -> dict[str, Any]:
-    """From nothing to 400 tensors: by a new client, and by a bare mapping of the same descriptor."""
-    from gms import tensors
+    """From nothing to 400 tensors: by a new client, and by a bare mmap of the same descriptor and torch alone."""
+    import torch
 
-    def views(place: Reservation, known: Manifest) -> int:
-        arena = tensors.arena(place)
-        made = [tensors.view(arena, slot) for slot in known.parameters.values()]
-        return len(made)
+    from gms import tensors
 
     def attach() -> None:
         with service.connect("reader") as client:
@@ -152,43 +152,50 @@ def _attach(service: _Service, pages: Allocation, manifest: Manifest) -> dict[st
             with lease.export(TAG) as shared:
                 place = Reservation(shared.size_bytes)
                 place.map(shared.chunks, writable=False)
-            views(place, manifest.decode(lease.manifest))
+            views = tensors.Views(tensors.arena(place))
+            made = [views.of(slot) for slot in manifest.decode(lease.manifest).parameters.values()]
+            del made, views
             place.close()
 
     def bare() -> None:
-        place = Reservation(pages.size_bytes)
-        place.map(pages.chunks, writable=False)
-        views(place, manifest)
-        place.close()
+        pages_read_only = mmap.mmap(pages.chunks[0].fd, pages.size_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
+        made = [
+            torch.frombuffer(pages_read_only, dtype=torch.bfloat16, count=slot.size_bytes // 2, offset=slot.offset)[
+                : slot.shape[0] * slot.shape[1]
+            ].view(slot.shape)
+            for slot in manifest.parameters.values()
+        ]
+        del made
+        pages_read_only.close()
 
-    attached, mapped = _in_turn(attach, bare, times=ATTACHES)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch, of a buffer that is not writable: so it is meant
+        attached, mapped = _in_turn(attach, bare, times=ATTACHES)
     return {"attach_seconds": attached, "bare_map_seconds": mapped, "attach_ratio": attached / mapped}
 
 
 def _status(service: _Service, folder: Path) -> dict[str, Any]:
     with service.connect("status") as client:
-        size = len(_encoded_status(client))
-        with _echo(folder / "echo.sock", size) as echo:
-            payload = bytes(size)
+        asked, size = len(protocol.encode(protocol.GetStatus())), len(_encoded_status(client))
+        with _echo(folder / "echo.sock", asked, size) as echo:
+            payload = bytes(asked)
             received = bytearray(size)
 
             def bare() -> None:
                 echo.sendall(payload)
                 echo.recv_into(received, size, socket.MSG_WAITALL)
 
-            asked, echoed = _in_turn(client.status, bare, times=STATUS_REQUESTS)
-    return {"status_seconds": asked, "echo_seconds": echoed, "status_ratio": asked / echoed}
+            answered, echoed = _in_turn(client.status, bare, times=STATUS_REQUESTS)
+    return {"status_seconds": answered, "echo_seconds": echoed, "status_ratio": answered / echoed}
 
 
 def _encoded_status(client: GmsClient) -> bytes:
-    from gms import protocol
-
     return protocol.encode(protocol.StatusReply(status=client.status()))
 
 
 @contextmanager
-def _echo(path: Path, size: int) -> Iterator[socket.socket]:
-    command = [sys.executable, "-m", "app.cli.bench.echo", str(path), str(size)]
+def _echo(path: Path, asked: int, size: int) -> Iterator[socket.socket]:
+    command = [sys.executable, "-m", "app.cli.bench.echo", str(path), str(asked), str(size)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=safe_environment(os.environ))
     try:
         if process.stdout is None or process.stdout.readline() != b"ready\n":
