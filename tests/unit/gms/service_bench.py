@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from gms import integrity, protocol
+from gms.allocations import MAX_CHUNKS
 from gms.backends.base import DeviceError
 from gms.clients import Client
 from gms.journal import Journal
@@ -69,6 +70,7 @@ class Life:
         *,
         readable: bool = True,
         limit: int | None = None,
+        chunks: int = MAX_CHUNKS,
         adopt_seconds: float = 30.0,
         algorithm_name: str = "blake2b",
     ) -> None:
@@ -82,6 +84,7 @@ class Life:
             algorithm_name=algorithm_name,
             journal=None if folder is None else Journal(folder),
             limit_bytes=limit,
+            max_chunks=chunks,
             adopt_seconds=adopt_seconds,
             observer=self.seen,
             fail=self.failures.append,
