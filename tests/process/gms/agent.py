@@ -10,12 +10,16 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import socket
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
-from gms.client import Allocation, Digests, GmsClient, GmsError, Lease, LeaseMode, digests_of
+from gms.client import Allocation, GmsClient, GmsError, Lease, LeaseMode, digests_of
+from gms.custody import Custody
 from gms.mapping import Backing, Reservation, device_memory
+from gms.protocol import Digests
 
 
 def algorithm(data: memoryview) -> bytes:
@@ -24,7 +28,10 @@ def algorithm(data: memoryview) -> bytes:
 
 
 class Agent:
-    """`pool` and `tag` name what was attached and allocated or exported before."""
+    """`pool` and `tag` name what was attached and allocated or exported before.
+
+    What it holds of a pool it can `keep` beyond the service's death, as an engine does: the connection is the custody's
+    from then on, and for another pool one has to `connect` again."""
 
     def __init__(self, socket_path: str, device: str, engine: str) -> None:
         self._path = socket_path
@@ -35,6 +42,7 @@ class Agent:
         self._leases: dict[str, Lease] = {}
         self._pages: dict[tuple[str, str], Allocation] = {}
         self._places: dict[tuple[str, str], Reservation] = {}
+        self._custody: dict[str, Custody] = {}
 
     def connect(self, pids: Sequence[int] = (), timeout_seconds: float = 10.0) -> int:
         """With the pidfds of these processes; returns the own pid."""
@@ -119,8 +127,48 @@ class Agent:
                 self._places[pool, tag].unmap()
         lease.release(quiesced=quiesced)
 
+    def keep(self, pool: str) -> None:
+        """Into custody, with all that was allocated or exported of it."""
+        assert self._client is not None
+        pages = [allocation for (name, _), allocation in self._pages.items() if name == pool]
+        dial = partial(
+            GmsClient.connect,
+            self._path,
+            engine=self._engine,
+            instance="test",
+            device=self._memory.device,
+            device_id=self._memory.device_id,
+            timeout_seconds=5.0,
+            retry_seconds=0.0,
+        )
+        self._custody[pool] = Custody(self._client, self._leases.pop(pool), pages, dial=dial)
+        self._client = None
+
+    def custody(self, pool: str) -> dict[str, Any]:
+        state = self._custody[pool].state()
+        return {"phase": state.phase, "restored": state.restored, "reason": state.reason}
+
+    def verify_kept(self, pool: str) -> int:
+        """As `verify`, over the lease that stands now."""
+        lease = self._custody[pool].lease
+        return lease.verify(digests=self._digests(lease, lease.manifest))
+
+    def break_connection(self, pool: str) -> None:
+        """That of a custody, at the socket: neither side has asked for it."""
+        with socket.socket(fileno=os.dup(self._custody[pool]._client.fileno())) as broken:
+            broken.shutdown(socket.SHUT_RDWR)
+
+    def let_go(self, pool: str, wait_seconds: float) -> None:
+        """Ends a custody as an engine does that hands over: quiesced, and if the service is away it is waited for."""
+        custody = self._custody.pop(pool)
+        for tag in self._mapped(custody.lease):
+            self._places[pool, tag].unmap()
+        custody.release(quiesced=True, wait_seconds=wait_seconds)
+
     def close(self) -> None:
         """Gives everything back."""
+        for custody in self._custody.values():
+            custody.close()
         self.disconnect()
         for place in self._places.values():
             place.close()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+import re
 import signal
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -37,6 +40,8 @@ class Device:
     """Whether the service hashes and compares by itself. On a GPU clients do it, and it compares what they say."""
     driver: Path | None = None
     """The folder with the fake driver."""
+    pages: str = r"/memfd:gms\S*"
+    """What the kernel calls a file with the service's pages, as a pattern. A real GPU's are no files."""
 
 
 def host() -> Device:
@@ -44,7 +49,16 @@ def host() -> Device:
 
 
 def cuda(driver: Path) -> Device:
-    return Device("cuda:0", UUID.format(0), 2 << 20, zeroed=False, sealed=False, hashed=False, driver=driver)
+    return Device(
+        "cuda:0",
+        UUID.format(0),
+        2 << 20,
+        zeroed=False,
+        sealed=False,
+        hashed=False,
+        driver=driver,
+        pages=r"/\S+/mem-\d\S*",
+    )
 
 
 class Agent:
@@ -103,6 +117,32 @@ class Agent:
     def write_kv(self, text: str) -> None:
         self.do("write", pool="kv", tag="pages", offset=0, text=text)
 
+    def keep_weights(self, pool: str, text: str, *, units: int = 1, unit: int = 1) -> dict[str, Any]:
+        """Writes them, at the beginning and at the end, or attaches to what another wrote, and keeps them mapped beyond
+        the service's death. Returns the lease that stands then."""
+        lease: dict[str, Any] = self.do("attach", pool=pool, mode="rw_or_ro")
+        if lease["mode"] == "rw":
+            size = self.do("allocate", pool=pool, tag="w", size_bytes=units * unit)["size_bytes"]
+            self.do("map", pool=pool, tag="w", writable=True)
+            for offset in (0, size - len(text)):
+                self.do("write", pool=pool, tag="w", offset=offset, text=text)
+            lease |= self.do("commit", pool=pool, manifest="manifest")
+        else:
+            self.do("export", pool=pool, tag="w")
+        self.do("map", pool=pool, tag="w", writable=False)
+        self.do("keep", pool=pool)
+        return lease
+
+    def phase(self, pool: str) -> str:
+        """Of what it keeps; see `gms.custody`."""
+        return str(self.do("custody", pool=pool)["phase"])
+
+    def until_restored(self, *pools: str, times: int = 1) -> None:
+        """Until it has what it keeps back, for the so many-th time."""
+        back = {"phase": "HELD", "restored": times, "reason": ""}
+        for pool in pools:
+            until(lambda pool=pool: self.do("custody", pool=pool) == back, f"{pool} is handed back")  # type: ignore[misc]
+
     def kill(self) -> None:
         self.process.kill()
 
@@ -121,6 +161,7 @@ class Bench:
 
     def __init__(self, device: Device, *flags: str, memory_bytes: int = 1 << 30, **settings: Any) -> None:
         self.device = device
+        self.flags = flags
         self.agents: list[Agent] = []
         self.gpus: FakeGpus | None = None
         self._services: list[Process] = []
@@ -141,6 +182,17 @@ class Bench:
         self._services.append(self.service)
         self.connect("start").close()
         return self.service
+
+    def restart(self, *flags: str) -> None:
+        """SIGKILL, and another service with the flags of the first one and these."""
+        self.service.kill()
+        self.start(*self.flags, *flags)
+
+    def rival(self) -> Process:
+        """Another service on the same path while the first one lives. Nobody waits for it, and what it says is kept."""
+        arguments = ["-m", "gms", "--socket", str(self.path), "--device", self.device.name]
+        self._services.append(Process(arguments, self._environment("rival", no_context=1), "stderr"))
+        return self._services[-1]
 
     def agent(
         self,
@@ -191,6 +243,33 @@ class Bench:
         self._services.append(Process(arguments, environment, "stderr"))
         return path
 
+    def mapped_by(self, agent: Agent) -> set[int]:
+        """Inodes of the service's pages that an agent has mapped: the same ones are the same memory."""
+        maps = Path(f"/proc/{agent.pid}/maps").read_text()
+        return {int(inode) for inode in re.findall(rf" (\d+) +{self.device.pages}", maps)}
+
+    def held_by_service(self) -> set[int]:
+        """Inodes of the pages that the service has descriptors of."""
+        folder = f"/proc/{self.service.pid}/fd"
+        found = set()
+        for fd in os.listdir(folder):
+            with suppress(FileNotFoundError):  # it was closed meanwhile
+                if re.match(self.device.pages, os.readlink(f"{folder}/{fd}")):
+                    found.add(os.stat(f"{folder}/{fd}").st_ino)
+        return found
+
+    def in_use_on_gpu(self) -> set[int]:
+        """Inodes of all memory of the fake GPU that anybody keeps: each has the file locked."""
+        assert self.gpus is not None
+        found = set()
+        for path in (self.gpus.folder / "state").glob("mem-*"):
+            with path.open("rb") as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    found.add(os.fstat(file.fileno()).st_ino)
+        return found
+
     def signal_service(self, number: signal.Signals) -> None:
         self.service.signal(number)
 
@@ -207,6 +286,7 @@ class Bench:
                 assert self.service.wait() == 0, self.service.rest()
             if self.gpus is not None:
                 assert not self.gpus.complaints("agent")
+                assert not self.gpus.complaints("rival")
                 if not any(process.process.poll() == 1 for process in self._services):  # a failing driver keeps things
                     assert not self.gpus.complaints("service")
 

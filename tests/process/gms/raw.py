@@ -38,9 +38,9 @@ class Raw:
         if sent < len(data):
             self.socket.sendall(data[sent:])
 
-    def greet(self) -> Self:
+    def greet(self, hello: protocol.Hello = HELLO) -> Self:
         with pidfds(1) as fds:
-            self.send(protocol.encode(HELLO), fds)
+            self.send(protocol.encode(hello), fds)
         answer = self.reply()
         assert isinstance(answer, protocol.Welcome), answer
         return self
