@@ -1,6 +1,7 @@
 """Ten thousand bad inputs to a live service: it answers with an error or closes that connection, and that is all.
 
-Each example of Hypothesis is a batch of inputs; what is counted is what was sent.
+Each example of Hypothesis is a batch of inputs; what is counted is what was sent. They are others in every run. One
+that fails is printed, with what reproduces it, and not made smaller: the time of a run is bounded.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from gms import protocol
@@ -40,7 +41,9 @@ def fuzzed(examples: int) -> settings:
         max_examples=examples,
         database=None,
         deadline=None,
-        derandomize=True,
+        derandomize=False,  # in CI it would be True by itself
+        phases=[Phase.generate],
+        print_blob=True,
         suppress_health_check=list(HealthCheck),
         report_multiple_bugs=False,
     )
