@@ -1,4 +1,4 @@
-"""Who may talk to the service, and who may take its place."""
+"""Who may talk to the service, and who may take its place; on both devices where the device is asked at all."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ import socket
 import stat
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from gms import protocol
 from gms.client import GmsClient, GmsError, LeaseMode
-from tests.process.gms.processes import Process, until
+from tests.process.gms.bench import Bench, Device
+from tests.process.gms.processes import until
 
 pytestmark = pytest.mark.process
 
@@ -23,6 +26,7 @@ root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become anoth
 
 STRANGER = f"""
 import os, sys
+from gms import protocol
 from gms.client import GmsClient, GmsError
 os.setresgid({NOBODY}, {NOBODY}, {NOBODY}); os.setresuid({NOBODY}, {NOBODY}, {NOBODY})
 try:
@@ -75,75 +79,92 @@ def test_a_state_folder_that_others_may_enter_is_refused(spawn: Any, folder: Pat
     assert not path.exists()
 
 
+@pytest.fixture(scope="module")
+def shared(device: Device) -> Iterator[Bench]:
+    """One service for all that leave it as it was."""
+    with Bench(device) as made:
+        yield made
+
+
 @root
-def test_a_stranger_does_not_reach_the_socket(service: Process, socket_path: Path, spawn: Any) -> None:
-    said = spawn(["-c", STRANGER, str(socket_path)]).line()
+def test_a_stranger_does_not_reach_the_socket(shared: Bench, spawn: Any) -> None:
+    said = spawn(["-c", STRANGER, str(shared.path)]).line()
     assert said.startswith("service_gone Cannot reach the memory service")
     assert said.endswith("Permission denied.")
 
 
 @root
-def test_a_stranger_who_reaches_the_socket_is_refused(
-    service: Process, client: GmsClient, socket_path: Path, spawn: Any
-) -> None:
+def test_a_stranger_who_reaches_the_socket_is_refused(shared: Bench, spawn: Any) -> None:
     """Should the modes be changed by accident: who the peer is says the kernel."""
-    descriptors = service.fds()
-    socket_path.parent.chmod(0o755)
-    socket_path.chmod(0o666)
-    said = spawn(["-c", STRANGER, str(socket_path)]).line()
-    assert said.startswith(f"not_permitted User {NOBODY} may not use the memory service of user 0;"), said
-    assert client.status().clients == 1
-    until(lambda: service.fds() == descriptors, "its connection is closed")
+    with shared.connect() as client:
+        descriptors = shared.service.fds()
+        shared.path.parent.chmod(0o755)
+        shared.path.chmod(0o666)
+        try:
+            said = spawn(["-c", STRANGER, str(shared.path)]).line()
+        finally:
+            shared.path.chmod(0o600)
+            shared.path.parent.chmod(0o700)
+        assert said.startswith(f"not_permitted User {NOBODY} may not use the memory service of user 0;"), said
+        assert client.status().clients == 1
+        until(lambda: shared.service.fds() == descriptors, "its connection is closed")
 
 
-def second(spawn: Any, path: Path) -> str:
+def second(bench: Bench) -> str:
     """What another service on the same path says; it must not have started."""
-    process = spawn(["-m", "gms", "--socket", str(path)], stream="stderr")
-    assert process.wait() == 2
-    return str(process.rest())
+    process = bench.rival()
+    try:
+        assert process.wait() == 2
+        return process.rest()
+    finally:
+        process.close()
 
 
-def test_a_second_service_refuses_to_start(service: Process, spawn: Any, socket_path: Path, client: GmsClient) -> None:
-    assert second(spawn, socket_path) == (
-        f"gms: Another memory service is alive at {socket_path}; stop it, or use another socket.\n"
-    )
-    assert client.status().clients == 1
-    with GmsClient.connect(socket_path, engine="b", instance="test") as other:
-        assert other.status().clients == 2
+def test_a_second_service_refuses_to_start(shared: Bench) -> None:
+    with shared.connect() as client:
+        assert second(shared) == (
+            f"gms: Another memory service is alive at {shared.path}; stop it, or use another socket.\n"
+        )
+        assert client.status().clients == 1
+        with shared.connect("b") as other:
+            assert other.status().clients == 2
 
 
-def test_a_second_service_refuses_to_start_while_the_first_hangs(
-    service: Process, spawn: Any, socket_path: Path
-) -> None:
+def test_a_second_service_refuses_to_start_while_the_first_hangs(shared: Bench) -> None:
     """It has the pages all the same."""
-    service.signal(signal.SIGSTOP)
-    assert "Another memory service is alive" in second(spawn, socket_path)
-    service.signal(signal.SIGCONT)
-    GmsClient.connect(socket_path, engine="a", instance="test").close()
+    shared.signal_service(signal.SIGSTOP)
+    assert "Another memory service is alive" in second(shared)
+    shared.signal_service(signal.SIGCONT)
+    shared.connect().close()
 
 
-def test_a_second_service_refuses_to_start_though_somebody_took_the_socket_away(
-    service: Process, spawn: Any, socket_path: Path, client: GmsClient
-) -> None:
-    socket_path.unlink()
-    assert "Another memory service is alive" in second(spawn, socket_path)
-    assert not socket_path.exists()
-    assert client.status().clients == 1
+def test_a_client_of_another_release_is_told_both_versions(shared: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "VERSION", 1)
+    with pytest.raises(
+        GmsError, match="The client speaks version 1, the service 2; use one release for both"
+    ) as caught:
+        shared.connect()
+    assert (caught.value.code, caught.value.retryable) == ("version_mismatch", False)
 
 
-def test_a_second_service_refuses_to_start_while_pages_are_handed_back(
-    serve: Any, spawn: Any, socket_path: Path
-) -> None:
-    first = serve()
-    with GmsClient.connect(socket_path, engine="a", instance="test") as holder:
+def test_a_second_service_refuses_to_start_though_somebody_took_the_socket_away(bench: Bench) -> None:
+    with bench.connect() as client:
+        bench.path.unlink()
+        assert "Another memory service is alive" in second(bench)
+        assert not bench.path.exists()
+        assert client.status().clients == 1
+
+
+def test_a_second_service_refuses_to_start_while_pages_are_handed_back(bench: Bench) -> None:
+    with bench.connect() as holder:
         lease = holder.attach("kv", LeaseMode.RW, epoch=1)
-        with lease.allocate("pages", 4096) as pages:
-            first.kill()
-            assert socket_path.exists()  # what a dead service leaves behind is no obstacle
-            serve()
-            with GmsClient.connect(socket_path, engine="a", instance="test") as client:
+        with lease.allocate("pages", 1) as pages:
+            bench.service.kill()
+            assert bench.path.exists()  # what a dead service leaves behind is no obstacle
+            bench.start()
+            with bench.connect() as client:
                 assert client.status().pools[0].state == "ADOPTING"
-                assert "Another memory service is alive" in second(spawn, socket_path)
+                assert "Another memory service is alive" in second(bench)
                 assert client.status().pools[0].state == "ADOPTING"
                 client.adopt("kv", generation=lease.generation, mode=LeaseMode.RW, epoch=1, allocations=[pages])
                 assert client.status().pools[0].state == "WRITING"
@@ -174,16 +195,3 @@ def test_a_file_in_the_place_of_the_socket(spawn: Any, socket_path: Path) -> Non
     process = spawn(["-m", "gms", "--socket", str(socket_path)], stream="stderr")
     assert process.wait() == 2
     assert process.rest().startswith(f"gms: The socket {socket_path} cannot be made: ")
-
-
-def test_a_client_of_another_release_is_told_both_versions(
-    service: Process, socket_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from gms import protocol
-
-    monkeypatch.setattr(protocol, "VERSION", 1)
-    with pytest.raises(
-        GmsError, match="The client speaks version 1, the service 2; use one release for both"
-    ) as caught:
-        GmsClient.connect(socket_path, engine="a", instance="test")
-    assert (caught.value.code, caught.value.retryable) == ("version_mismatch", False)

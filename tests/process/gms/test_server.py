@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 import resource
+import signal
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from gms import fdpass, protocol
@@ -23,38 +25,61 @@ from gms.protocol import MAX_FDS, MAX_FIRST_FRAME, MAX_FRAME, MAX_MANIFEST
 from gms.server import MAX_CLIENTS, Server
 from gms.service import MemoryService
 from gms.socket_path import SocketPath
+from tests.process.gms import bench as benches
+from tests.process.gms.bench import Bench, Device
 from tests.process.gms.processes import MS, Process, until
 from tests.process.gms.raw import HELLO, Raw, pidfds
 
 pytestmark = pytest.mark.process
 
 
+class Target:
+    """The service that is annoyed, one for all that break their own connection only; on both devices."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.bench = bench
+        self.path = bench.path
+
+    def connect(self, engine: str = "test", **more: Any) -> GmsClient:
+        device = self.bench.device
+        return GmsClient.connect(
+            self.path, engine=engine, instance="test", device=device.name, device_id=device.id, **more
+        )
+
+    def raw(self) -> Raw:
+        return Raw(self.path)
+
+    def greeted(self) -> Raw:
+        return Raw(self.path).greet(self.greeting())
+
+    def hello(self, **changes: Any) -> bytes:
+        return protocol.encode(self.greeting(**changes))
+
+    def greeting(self, **changes: Any) -> protocol.Hello:
+        device = self.bench.device
+        return msgspec.structs.replace(HELLO, **{"device": device.name, "device_id": device.id, **changes})
+
+
 @pytest.fixture(scope="module")
-def witnessed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Process, Path]]:
-    """One service for all that break their own connection only."""
-    path = tmp_path_factory.mktemp("gms") / "s"
-    process = Process(["-m", "gms", "--socket", str(path)], {"HOTSPARE_GMS_LOG_LEVEL": "error"}, "stderr")
-    try:
-        GmsClient.connect(path, engine="start", instance="test").close()
-        yield process, path
-        process.process.terminate()
-        assert process.wait() == 0
-        assert process.rest() == ""  # no error is logged for what clients do
-    finally:
-        process.close()
+def shared(device: Device) -> Iterator[Target]:
+    with Bench(device) as bench:
+        yield Target(bench)
+        bench.signal_service(signal.SIGTERM)
+        assert bench.service.wait() == 0
+        assert bench.service.rest() == ""  # no error is logged for what clients do
 
 
 @pytest.fixture
-def path(witnessed: tuple[Process, Path], eventually: Callable[..., None]) -> Iterator[Path]:
+def target(shared: Target) -> Iterator[Target]:
     """The test leaves the service with the descriptors it had, and another client with its lease and its pages."""
-    service, path = witnessed
-    with GmsClient.connect(path, engine="witness", instance="test") as client:
+    service = shared.bench.service
+    with shared.connect("witness") as client:
         lease = client.attach("weights/witness", LeaseMode.RW)
-        lease.allocate("w", 4096).close()
+        lease.allocate("w", 1).close()
         client.status()  # it is done with the allocation before it answers the next request
         before = service.fds()
-        yield path
-        eventually(lambda: len(service.fds()) == len(before), f"{service.fds()} are {before} again")
+        yield shared
+        until(lambda: len(service.fds()) == len(before), f"{service.fds()} are {before} again")
         lease.export("w").close()
         assert client.status().clients == 1
         lease.release(quiesced=True)
@@ -64,56 +89,51 @@ def counts(announced: int, sent: int) -> Any:
     return pytest.param(announced, sent, id=f"{announced} announced, {sent} sent")
 
 
-def hello(**changes: Any) -> bytes:
-    fields = {name: getattr(HELLO, name) for name in HELLO.__struct_fields__}
-    return protocol.encode(protocol.Hello(**{**fields, **changes}))
-
-
 @pytest.mark.parametrize(
     ("announced", "sent"), [counts(1, 0), counts(0, 0), counts(0, 1), counts(1, 2), counts(3, 2), counts(64, 63)]
 )
-def test_descriptor_counts_of_a_hello(path: Path, announced: int, sent: int) -> None:
-    with Raw(path) as connection, pidfds(sent) as fds:
-        connection.send(hello(fds=announced), fds)
+def test_descriptor_counts_of_agreeting(target: Target, announced: int, sent: int) -> None:
+    with target.raw() as connection, pidfds(sent) as fds:
+        connection.send(target.hello(fds=announced), fds)
         answer = connection.last_word()
         assert (answer.code, f"announced {announced} pidfds and {sent} came" in answer.message) == ("bad_fds", True)
 
 
-def test_as_many_descriptors_as_a_message_may_have(path: Path) -> None:
-    with Raw(path) as connection, pidfds(MAX_FDS) as fds:
-        connection.send(hello(fds=MAX_FDS), fds)
+def test_as_many_descriptors_as_a_message_may_have(target: Target) -> None:
+    with target.raw() as connection, pidfds(MAX_FDS) as fds:
+        connection.send(target.hello(fds=MAX_FDS), fds)
         assert isinstance(connection.reply(), protocol.Welcome)
 
 
-def test_more_descriptors_than_a_message_may_have(path: Path) -> None:
+def test_more_descriptors_than_a_message_may_have(target: Target) -> None:
     """They do not fit beside the message, and the kernel says so: MSG_CTRUNC."""
-    with Raw(path) as connection, pidfds(MAX_FDS + 1) as fds:
-        connection.send(hello(), fds)
+    with target.raw() as connection, pidfds(MAX_FDS + 1) as fds:
+        connection.send(target.hello(), fds)
         assert connection.last_word().code == "bad_fds"
 
 
-def test_descriptors_that_trickle_in_are_counted(path: Path) -> None:
-    with Raw(path) as connection, pidfds(MAX_FDS // 2) as fds:
-        for byte in hello()[:3]:
+def test_descriptors_that_trickle_in_are_counted(target: Target) -> None:
+    with target.raw() as connection, pidfds(MAX_FDS // 2) as fds:
+        for byte in target.hello()[:3]:
             connection.send(bytes([byte]), fds)
         assert connection.last_word().code == "bad_fds"
 
 
-def test_a_descriptor_that_is_no_pidfd(path: Path) -> None:
-    with Raw(path) as connection, open("/dev/null") as null:
-        connection.send(hello(), [null.fileno()])
+def test_a_descriptor_that_is_no_pidfd(target: Target) -> None:
+    with target.raw() as connection, open("/dev/null") as null:
+        connection.send(target.hello(), [null.fileno()])
         assert connection.last_word().code == "bad_fds"
 
 
 @pytest.mark.parametrize("request_", [protocol.GetStatus(), protocol.Attach(pool="kv", mode=LeaseMode.RW)], ids=str)
-def test_descriptors_beside_a_request_that_takes_none(path: Path, request_: protocol.Request) -> None:
-    with Raw(path).greet() as connection, pidfds(1) as fds:
+def test_descriptors_beside_a_request_that_takes_none(target: Target, request_: protocol.Request) -> None:
+    with target.greeted() as connection, pidfds(1) as fds:
         connection.send(protocol.encode(request_), fds)
         assert connection.last_word().code == "bad_fds"
 
 
-def test_descriptors_that_are_announced_and_do_not_come(path: Path) -> None:
-    with Raw(path).greet() as connection:
+def test_descriptors_that_are_announced_and_do_not_come(target: Target) -> None:
+    with target.greeted() as connection:
         connection.send(protocol.encode(protocol.GetStatus(fds=1)))
         assert connection.last_word().code == "bad_fds"
 
@@ -123,7 +143,7 @@ def test_descriptors_that_are_announced_and_do_not_come(path: Path) -> None:
     [([1], 1, 0), ([1], 0, 1), ([1], 2, 2), ([2], 1, 1), ([1, 1], 1, 1), ([64] * 64, 64, 64)],
     ids=str,
 )
-def test_descriptor_counts_of_a_hand_back(path: Path, parts: list[int], announced: int, sent: int) -> None:
+def test_descriptor_counts_of_a_hand_back(target: Target, parts: list[int], announced: int, sent: int) -> None:
     message = protocol.Adopt(
         pool="weights/x",
         generation=1,
@@ -131,7 +151,7 @@ def test_descriptor_counts_of_a_hand_back(path: Path, parts: list[int], announce
         parts=[protocol.Part("w", 0, count) for count in parts],
         fds=announced,
     )
-    with Raw(path).greet() as connection, pidfds(sent) as fds:
+    with target.greeted() as connection, pidfds(sent) as fds:
         connection.send(protocol.encode(message), fds)
         answer = connection.reply()
         assert isinstance(answer, protocol.Failure)
@@ -143,39 +163,39 @@ def test_descriptor_counts_of_a_hand_back(path: Path, parts: list[int], announce
     ("first", "code", "words"),
     [
         (protocol.encode(protocol.GetStatus()), "bad_message", "must be a hello"),
-        (hello(version=99), "version_mismatch", f"speaks version 99, the service {protocol.VERSION};"),
-        (hello(version=1), "version_mismatch", f"speaks version 1, the service {protocol.VERSION};"),
-        (hello(device="cuda:1", device_id="GPU-x"), "wrong_device", r"wants cuda:1 (GPU-x), this service has cpu:0"),
+        ({"version": 99}, "version_mismatch", f"speaks version 99, the service {protocol.VERSION};"),
+        ({"version": 1}, "version_mismatch", f"speaks version 1, the service {protocol.VERSION};"),
+        ({"device": "cuda:1", "device_id": "GPU-x"}, "wrong_device", "wants cuda:1 (GPU-x), this service has "),
         ((MAX_FIRST_FRAME + 1).to_bytes(4, "little"), "bad_message", f"{MAX_FIRST_FRAME}"),
         (b"\x01\x00\x00\x00\xc1", "bad_message", ""),
     ],
     ids=["no hello", "newer", "older", "other device", "too large", "no msgpack"],
 )
-def test_a_wrong_first_message(path: Path, first: bytes, code: str, words: str) -> None:
-    with Raw(path) as connection, pidfds(1) as fds:
-        connection.send(first, fds)
+def test_a_wrong_first_message(target: Target, first: bytes | dict[str, Any], code: str, words: str) -> None:
+    with target.raw() as connection, pidfds(1) as fds:
+        connection.send(first if isinstance(first, bytes) else target.hello(**first), fds)
         answer = connection.last_word()
         assert answer.code == code
         assert words in answer.message
 
 
 @pytest.mark.parametrize("request_", [protocol.Hello, None], ids=["a second hello", "no message at all"])
-def test_what_cannot_be_read_on_after(path: Path, request_: object) -> None:
-    data = hello(fds=0) if request_ else b"\x01\x00\x00\x00\xc1"
-    with Raw(path).greet() as connection:
+def test_what_cannot_be_read_on_after(target: Target, request_: object) -> None:
+    data = target.hello(fds=0) if request_ else b"\x01\x00\x00\x00\xc1"
+    with target.greeted() as connection:
         connection.send(data)
         assert connection.last_word().code == "bad_message"
 
 
-def test_a_frame_beyond_the_largest_is_not_waited_for(path: Path) -> None:
+def test_a_frame_beyond_the_largest_is_not_waited_for(target: Target) -> None:
     for size in (MAX_FRAME + 1, (1 << 32) - 1):
-        with Raw(path).greet() as connection:
+        with target.greeted() as connection:
             connection.send(size.to_bytes(4, "little"))
             assert connection.last_word().code == "bad_message"
 
 
-def test_a_field_out_of_its_bounds_is_refused_and_the_connection_goes_on(path: Path) -> None:
-    with Raw(path).greet() as connection:
+def test_a_field_out_of_its_bounds_is_refused_and_the_connection_goes_on(target: Target) -> None:
+    with target.greeted() as connection:
         for request in [
             protocol.Attach(pool="weights/" + "x" * 129, mode=LeaseMode.RO),
             protocol.Attach(pool="kv", mode=LeaseMode.RW, epoch=-1),
@@ -190,62 +210,60 @@ def test_a_field_out_of_its_bounds_is_refused_and_the_connection_goes_on(path: P
         assert isinstance(connection.ask(protocol.GetStatus()), protocol.StatusReply)
 
 
-def test_requests_sent_ahead_are_answered_in_order(path: Path) -> None:
-    with Raw(path).greet() as connection:
+def test_requests_sent_ahead_are_answered_in_order(target: Target) -> None:
+    with target.greeted() as connection:
         connection.send(protocol.encode(protocol.GetStatus()) + protocol.encode(protocol.GetEvents(after=1 << 30)))
         assert [type(connection.reply()).__name__ for _ in range(2)] == ["StatusReply", "EventsReply"]
 
 
-def test_a_flood_of_requests_sent_ahead_is_bounded(path: Path) -> None:
+def test_a_flood_of_requests_sent_ahead_is_bounded(target: Target) -> None:
     """Who does not wait for replies is hung up on before the service has taken in more than a frame."""
-    with Raw(path).greet() as connection:
+    with target.greeted() as connection:
         connection.send(protocol.encode(protocol.Attach(pool="weights/never", mode=LeaseMode.RO)))
         with pytest.raises(OSError, match=r"Broken pipe|reset"):
             connection.send(bytes(2 * MAX_FRAME))
 
 
-def test_a_request_in_single_bytes(path: Path) -> None:
-    with Raw(path).greet() as connection:
+def test_a_request_in_single_bytes(target: Target) -> None:
+    with target.greeted() as connection:
         for byte in protocol.encode(protocol.GetStatus()):
             connection.send(bytes([byte]))
         assert isinstance(connection.reply(), protocol.StatusReply)
 
 
-def test_half_a_request_and_then_nothing(path: Path) -> None:
-    with Raw(path) as connection, pidfds(1) as fds:
-        connection.send(hello()[:9], fds)
-    with Raw(path).greet() as connection:
+def test_half_a_request_and_then_nothing(target: Target) -> None:
+    with target.raw() as connection, pidfds(1) as fds:
+        connection.send(target.hello()[:9], fds)
+    with target.greeted() as connection:
         connection.send(protocol.encode(protocol.GetStatus())[:9])
 
 
-def test_a_client_that_hangs_up_while_its_pages_are_filled(path: Path) -> None:
-    with Raw(path).greet() as connection:
+def test_a_client_that_hangs_up_while_its_pages_are_filled(target: Target) -> None:
+    with target.greeted() as connection:
         assert isinstance(connection.ask(protocol.Attach(pool="weights/a", mode=LeaseMode.RW)), protocol.Granted)
         connection.send(protocol.encode(protocol.Allocate(pool="weights/a", tag="w", size_bytes=1 << 28)))
 
 
 def test_connections_are_bounded_the_reason_is_told_and_those_that_stand_are_served(
-    path: Path, eventually: Callable[..., None]
+    target: Target,
 ) -> None:
     with ExitStack() as stack:
-        crowd = [
-            stack.enter_context(GmsClient.connect(path, engine="c", instance="test")) for _ in range(MAX_CLIENTS - 1)
-        ]
+        crowd = [stack.enter_context(target.connect("c")) for _ in range(MAX_CLIENTS - 1)]
         for _ in range(20):
             with pytest.raises(GmsError, match=rf"{MAX_CLIENTS} clients are connected") as caught:
-                GmsClient.connect(path, engine="d", instance="test")
+                target.connect("d")
             assert (caught.value.code, caught.value.retryable) == ("too_many", True)
         assert crowd[0].status().clients == crowd[-1].status().clients == MAX_CLIENTS
         crowd.pop().close()
-        eventually(lambda: crowd[0].status().clients == MAX_CLIENTS - 1, "one has left")
-        stack.enter_context(GmsClient.connect(path, engine="e", instance="test"))
+        until(lambda: crowd[0].status().clients == MAX_CLIENTS - 1, "one has left")
+        stack.enter_context(target.connect("e"))
 
 
-def test_silent_connections_do_not_hold_up_those_that_speak(path: Path) -> None:
+def test_silent_connections_do_not_hold_up_those_that_speak(target: Target) -> None:
     with ExitStack() as stack:
         for _ in range(MAX_CLIENTS // 2):
-            stack.enter_context(Raw(path))
-        with GmsClient.connect(path, engine="b", instance="test", timeout_seconds=5) as client:
+            stack.enter_context(target.raw())
+        with target.connect("b", timeout_seconds=5) as client:
             assert client.status(timeout_seconds=5).clients == 2
 
 
@@ -257,38 +275,45 @@ def free_descriptors(service: Process, count: int) -> None:
     resource.prlimit(service.pid, resource.RLIMIT_NOFILE, (free[count], hard))
 
 
-def test_a_service_that_has_no_descriptors_left(service: Process, client: GmsClient, socket_path: Path) -> None:
-    """Nothing dies of it: who is connected is served, who comes is told or waits, and afterwards all is as before."""
-    before = resource.prlimit(service.pid, resource.RLIMIT_NOFILE)
-    lease = client.attach("weights/b", LeaseMode.RW)
-    lease.allocate("w", 4096).close()
-    client.status()
-    descriptors = service.fds()
-    free_descriptors(service, 1)
-    with pytest.raises(GmsError, match="can hold no more") as caught:  # MSG_CTRUNC: the pidfd found no room
-        GmsClient.connect(socket_path, engine="c", instance="test")
-    assert caught.value.code == "bad_fds"
-    until(lambda: service.fds() == descriptors, "the one that was refused is gone")
-    with pytest.raises(GmsError, match="Too many open files"):  # enough for the pages, and none to send
-        lease.allocate("x", 4096)
-    until(lambda: service.fds() == descriptors, "nothing is left of them")
-    free_descriptors(service, 0)
-    with pytest.raises(GmsError, match="Too many open files") as caught:
-        lease.allocate("x", 4096)
-    assert (caught.value.code, caught.value.retryable) == ("out_of_memory", True)
-    with pytest.raises(GmsError, match="Too many open files") as caught:
-        lease.export("w")
-    assert caught.value.code == "internal"
-    with Raw(socket_path) as waits:
-        service.expect("cannot accept a connection (Too many open files)")
-        assert client.status().clients == 1
-        resource.prlimit(service.pid, resource.RLIMIT_NOFILE, before)
-        waits.greet()
-    lease.export("w").close()
-    with GmsClient.connect(socket_path, engine="d", instance="test") as other:
-        assert other.status().total_bytes == 4096
-        until(lambda: other.status().clients == 2, "the one that waited is gone")
-    until(lambda: service.fds() == descriptors, f"{service.fds()} are {descriptors} again")
+def test_a_service_that_has_no_descriptors_left() -> None:
+    """Nothing dies of it: who is connected is served, who comes is told or waits, and afterwards all is as before. On the
+    host, since the fake driver keeps memory in files and so fails itself."""
+    with Bench(benches.host()) as bench, bench.connect() as client:
+        service = bench.service
+        before = resource.prlimit(service.pid, resource.RLIMIT_NOFILE)
+        lease = client.attach("weights/b", LeaseMode.RW)
+        lease.allocate("w", 1).close()
+        client.status()
+        descriptors = service.fds()
+        free_descriptors(service, 1)
+        with busy("can hold no more"):  # MSG_CTRUNC: the pidfd found no room
+            bench.connect("c")
+        until(lambda: service.fds() == descriptors, "the one that was refused is gone")
+        with busy("Too many open files"):  # enough for the pages, and none to send
+            lease.allocate("x", 1)
+        until(lambda: service.fds() == descriptors, "nothing is left of them")
+        free_descriptors(service, 0)
+        with busy("Too many open files", code="out_of_memory"):
+            lease.allocate("x", 1)
+        with busy("Too many open files"):
+            lease.export("w")
+        with Raw(bench.path) as waits:
+            service.expect("cannot accept a connection (Too many open files)")
+            assert client.status().clients == 1
+            resource.prlimit(service.pid, resource.RLIMIT_NOFILE, before)
+            waits.greet(Target(bench).greeting())
+        lease.export("w").close()
+        with bench.connect("d") as other:
+            assert other.status().total_bytes == bench.device.unit
+            until(lambda: other.status().clients == 2, "the one that waited is gone")
+        until(lambda: service.fds() == descriptors, f"{service.fds()} are {descriptors} again")
+
+
+@contextmanager
+def busy(words: str, *, code: str = "busy") -> Iterator[None]:
+    with pytest.raises(GmsError, match=words) as caught:
+        yield
+    assert (caught.value.code, caught.value.retryable) == (code, True)
 
 
 # The other way round: a service that breaks things, and the client
@@ -360,6 +385,8 @@ def test_what_a_client_does_not_take(tmp_path: Path, answer: protocol.Reply | by
 
 # In this process: limits too long to wait for
 
+GREETING = protocol.encode(HELLO)
+
 
 Limited = Callable[..., MemoryService[Any]]
 
@@ -383,7 +410,7 @@ async def limited(socket_path: Path) -> AsyncIterator[Limited]:
             await server.close()
 
 
-@pytest.mark.parametrize("said", [b"", b"\x05", hello()[:-1]], ids=["nothing", "a byte", "all but a byte"])
+@pytest.mark.parametrize("said", [b"", b"\x05", GREETING[:-1]], ids=["nothing", "a byte", "all but a byte"])
 async def test_a_client_that_says_too_little_is_hung_up_on(limited: Limited, socket_path: Path, said: bytes) -> None:
     limited(hello_seconds=20 * MS)
 
@@ -401,16 +428,16 @@ async def test_a_client_that_drips_its_hello_gets_no_more_time(limited: Limited,
 
     def dripping() -> int:
         with Raw(socket_path) as connection:
-            for sent, byte in enumerate(hello()):
+            for sent, byte in enumerate(GREETING):
                 try:
                     connection.send(bytes([byte]))
                 except BrokenPipeError:
                     return sent
                 threading.Event().wait(2 * MS)
-        return len(hello())
+        return len(GREETING)
 
-    assert len(hello()) * 2 * MS > 3 * 50 * MS
-    assert await asyncio.to_thread(dripping) < len(hello())
+    assert len(GREETING) * 2 * MS > 3 * 50 * MS
+    assert await asyncio.to_thread(dripping) < len(GREETING)
 
 
 async def test_a_flood_of_silent_connections_passes(limited: Limited, socket_path: Path) -> None:
