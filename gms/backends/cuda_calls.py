@@ -30,6 +30,8 @@ invalid device, refused by the operating system, invalid handle. Any other failu
 
 _OUT_OF_MEMORY: Final = 2
 _OPERATING_SYSTEM: Final = 304
+_SOME_FILES: Final = 8
+"""Safely more than the driver opens in one call."""
 _EXPORT: Final = "cuMemExportToShareableHandle"
 _MAKE: Final = frozenset(
     {
@@ -215,16 +217,21 @@ class Driver:
             if number == _OUT_OF_MEMORY:
                 raise OutOfMemoryError(f"{function}: the GPU has no room")
             if (function == _EXPORT and number == _OPERATING_SYSTEM) or not _descriptors_left():
-                raise OutOfMemoryError(f"{function}: the operating system has no descriptor left for it")
+                raise OutOfMemoryError(f"{function}: this process has no descriptors left for it")
         if number:
             raise CudaError(function, getattr(code, "name", "an unknown error"), number)
         return results[0] if results else None
 
 
 def _descriptors_left() -> bool:
-    """Which the driver needs as well, and does not tell from other failures."""
+    """Whether some more files could be opened. The driver needs some too, and does not tell that from other errors."""
+    opened: list[int] = []
     try:
-        os.close(os.eventfd(0, os.EFD_CLOEXEC))
+        while len(opened) < _SOME_FILES:
+            opened.append(os.eventfd(0, os.EFD_CLOEXEC))
     except OSError as error:
         return error.errno not in NO_DESCRIPTORS
+    finally:
+        for fd in opened:
+            os.close(fd)
     return True

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import signal
 import time
 from collections.abc import Iterator
@@ -178,6 +180,60 @@ def test_no_room_for_a_moment_is_waited_for(gpu: Device) -> None:
         lease = client.attach("weights/w", LeaseMode.RW)
         with lease.allocate("w", UNIT, timeout_seconds=30) as pages:
             assert pages.created
+
+
+def leave_descriptors(service: Process, count: int) -> None:
+    """So many that the service could still open."""
+    used = {int(name) for name in os.listdir(f"/proc/{service.pid}/fd")}
+    free = [number for number in range(len(used) + count + 1) if number not in used]
+    _, hard = resource.prlimit(service.pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(service.pid, resource.RLIMIT_NOFILE, (free[count], hard))
+
+
+def test_no_client_can_end_the_service_by_taking_its_descriptors(gpu: Device) -> None:
+    """The driver needs some too, and says no more than that something failed. Whatever is short, it is told to try
+    again, nothing is left of the attempt, and afterwards all goes on."""
+    with Bench(gpu, "--chunk-size", str(UNIT)) as bench, bench.connect() as client:
+        lease = client.attach("weights/w", LeaseMode.RW)
+        lease.allocate("w", UNIT).close()
+        client.status()
+        open_ = bench.service.fds()
+        before = resource.prlimit(bench.service.pid, resource.RLIMIT_NOFILE)
+        told = []
+        for count in range(40):
+            leave_descriptors(bench.service, count)
+            try:
+                lease.allocate(f"x{count}", 4 * UNIT).close()
+                break
+            except GmsError as error:
+                told.append((error.code, error.retryable))
+            until(lambda: bench.service.fds() == open_, "nothing is left of it")
+        assert set(told) == {("out_of_memory", True), ("busy", True)}
+        assert told[-1] == ("busy", True)  # the chunks were there, but could not be sent
+        assert client.status().total_bytes == 5 * UNIT
+        resource.prlimit(bench.service.pid, resource.RLIMIT_NOFILE, before)
+
+
+def test_pages_that_cannot_be_kept_for_the_moment_can_be_handed_back_again(gpu: Device) -> None:
+    with Bench(gpu, "--chunk-size", str(UNIT)) as bench, bench.connect() as client:
+        lease = client.attach("kv", LeaseMode.RW, epoch=1)
+        with lease.allocate("pages", 4 * UNIT) as pages:
+            bench.service.kill()
+            bench.start()
+            again = bench.connect()
+            limits = resource.prlimit(bench.service.pid, resource.RLIMIT_NOFILE)
+            told = set()
+            for count in range(4, 40):  # four come with the message itself
+                leave_descriptors(bench.service, count)
+                try:
+                    again.adopt("kv", generation=lease.generation, mode=LeaseMode.RW, epoch=1, allocations=[pages])
+                    break
+                except GmsError as error:
+                    told.add((error.code, error.retryable))
+            assert told == {("out_of_memory", True), ("busy", True)}
+            assert bench.pool("kv").state == "WRITING"  # type: ignore[union-attr]
+            resource.prlimit(bench.service.pid, resource.RLIMIT_NOFILE, limits)
+            again.close()
 
 
 def answers(bench: Bench, until_done: Any) -> list[float]:

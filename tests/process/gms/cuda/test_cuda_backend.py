@@ -116,17 +116,75 @@ def test_what_is_no_memory_of_a_gpu_is_refused_without_damage(run: Run) -> None:
             error = raised(ForeignPagesError, backend.adopt, fd, known)
             assert "does not take it as memory of a GPU" in str(error), error
         pages = backend.create("w", G)
-        inject(cuMemImportFromShareableHandle=2)
-        raised(ForeignPagesError, backend.adopt, pages.fd, known)
-        inject(cuMemImportFromShareableHandle=999)
-        raised(ForeignPagesError, backend.adopt, pages.fd, known)
+        for number in (1, 101, 304, 400):  # invalid value, invalid device, operating system, invalid handle
+            inject(cuMemImportFromShareableHandle=number)
+            raised(ForeignPagesError, backend.adopt, pages.fd, known)
         inject()
-        dup, os.dup = os.dup, lambda fd: os.close(-1)
-        assert "cannot be kept" in str(raised(ForeignPagesError, backend.adopt, pages.fd, known))
-        os.dup = dup
         backend.destroy(backend.adopt(pages.fd, known))
         backend.destroy(pages)
         assert len(descriptors()) == len(before) + 2
         """,
+        no_context=1,
+    )
+
+
+def test_what_is_said_of_the_device_is_not_said_of_the_chunk(run: Run) -> None:
+    """No room can be tried again, a failing device is the end of the service, and neither is the client's fault."""
+    run(
+        """
+        backend = CudaBackend(0)
+        known = Identity(size_bytes=G)
+        pages = backend.create("w", G)
+        before = descriptors()
+        inject(cuMemImportFromShareableHandle=2)
+        raised(OutOfMemoryError, backend.adopt, pages.fd, known)
+        for number in (999, 719):
+            inject(cuMemImportFromShareableHandle=number)
+            assert raised(DeviceError, backend.adopt, pages.fd, known).number == number
+        inject(cuMemRelease=400)  # what was opened could not be let go: that is no word on what it is
+        raised(DeviceError, backend.adopt, pages.fd, known)
+        inject()
+        backend.destroy(pages)
+        """,
+        no_context=1,
+        complaints=True,
+    )
+
+
+def test_a_process_without_descriptors_has_no_room_and_no_broken_device(run: Run, gpus: FakeGpus) -> None:
+    """The driver says no more than that something failed. Its word that the operating system refused an export is
+    believed even if a descriptor has come free since."""
+    run(
+        """
+        import resource
+        backend = CudaBackend(0)
+        known = Identity(size_bytes=G)
+        backend.destroy(backend.adopt(*[(pages := backend.create("w", G)).fd, known]))
+        before = descriptors()
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        lowest = os.dup(0)
+        os.close(lowest)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, limits[1]))
+        for call in (lambda: backend.create("x", G), lambda: backend.adopt(pages.fd, known)):
+            error = raised(OutOfMemoryError, call)
+            assert "no descriptors left" in str(error), error
+        raised(OSError, backend.share, pages, writable=True)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        inject(cuMemExportToShareableHandle=304)
+        assert "no descriptors left" in str(raised(OutOfMemoryError, backend.create, "x", G))
+        inject(cuMemCreate=304)
+        raised(DeviceError, backend.create, "x", G)
+        inject()
+        dup = os.dup
+        def full(fd):
+            raise OSError(24, "Too many open files")
+        os.dup = full
+        assert "cannot be kept" in str(raised(OutOfMemoryError, backend.adopt, pages.fd, known))
+        os.dup = dup
+        assert descriptors() == before
+        backend.destroy(backend.create("x", 3 * G))  # nothing of the others is left
+        backend.destroy(pages)
+        """,
+        mem=8 << 20,
         no_context=1,
     )
