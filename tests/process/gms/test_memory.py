@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import socket
 import time
 import urllib.request
@@ -87,7 +88,7 @@ def test_who_waits_in_vain_is_told_who_has_it(bench: Bench) -> None:
     with pytest.raises(GmsError) as caught:
         b.answer()
     assert 0.3 <= time.monotonic() - started < 5
-    assert (caught.value.code, caught.value.retryable) == ("out_of_memory", True)
+    assert (caught.value.code, caught.value.retryable) == ("out_of_memory", False)  # a lives, and keeps it
     assert f"held are {3 * bench.device.unit} by weights/a of engine a (pid {a.pid})" in str(caught.value)
     assert waits(bench) == []
     with bench.connect() as client:
@@ -172,6 +173,70 @@ def test_what_nobody_uses_is_given_up_before_anyone_is_refused(bench: Bench) -> 
     kv.kill()
     bench.until_pool("kv", lambda pool: pool.state == "COMMITTED")
     assert used.read_weights("weights/used", 4) == "used"
+
+
+def test_what_nobody_uses_is_not_given_up_in_vain(bench: Bench) -> None:
+    unused = bench.agent("unused")
+    unused.write_weights("weights/unused", "unused")
+    unused.kill()
+    bench.until_pool("weights/unused", lambda pool: pool.state == "COMMITTED")
+    holder(bench, "a", 2)
+    for engine, seconds in (("b", 0), ("c", 0.6)):  # in which one who waits has been tried again more than once
+        with pytest.raises(GmsError, match="Raise --memory-limit, or end one of them") as caught:
+            asker(bench, engine, 3, timeout_seconds=seconds).answer()
+        assert (caught.value.code, caught.value.retryable) == ("out_of_memory", False)
+    assert bench.agent("reader").do("attach", pool="weights/unused", mode="ro")["mode"] == "ro"
+    bench.end_agents()
+    bench.until_pool("weights/unused", lambda pool: pool.state == "COMMITTED")
+    holder(bench, "d", 4)
+    assert bench.pool("weights/unused") is None
+
+
+def test_a_takeover_without_proof_gets_its_pages_once_the_old_holder_is_gone(bench: Bench) -> None:
+    """There is room for the weights and one set of KV pages, and a little: the new holder is told to try again, since
+    the orphan goes with its holder."""
+    unit = bench.device.unit
+    old, new = bench.agent("old"), bench.agent("new")
+    new.write_weights("weights/w", "weights")
+    old.hold_kv(1, size_bytes=2 * unit)
+    old.process.signal(signal.SIGSTOP)  # it answers nobody, and is not dead
+    lease = new.do("attach", pool="kv", mode="rw", epoch=2, timeout_seconds=0.05)
+    assert lease["fresh"]
+    with pytest.raises(GmsError, match="will go by itself: try again") as caught:
+        new.do("allocate", pool="kv", tag="pages", size_bytes=2 * unit)
+    assert (caught.value.code, caught.value.retryable) == ("out_of_memory", True)
+    with pytest.raises(GmsError) as caught:  # more than fits beside the weights will not do then either
+        new.do("allocate", pool="kv", tag="pages", size_bytes=4 * unit)
+    assert (caught.value.code, caught.value.retryable) == ("out_of_memory", False)
+    new.ask("allocate", pool="kv", tag="pages", size_bytes=2 * unit, timeout_seconds=60)
+    until(lambda: len(waits(bench)) == 1, "it waits")
+    old.kill()
+    assert new.answer()["created"]
+    with bench.connect() as client:
+        assert client.status().total_bytes == 3 * unit
+
+
+def test_no_more_chunks_than_the_service_can_open_files_for(device: Device) -> None:
+    """And with all of them in use clients still come and are served."""
+    files = 256
+
+    def few(arguments: list[str]) -> list[str]:
+        code = "import os, resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[1]),) * 2)"
+        return ["-c", f"{code}; os.execv(sys.executable, [sys.executable, *sys.argv[2:]])", str(files), *arguments]
+
+    unit = device.unit
+    with Bench(device, "--chunk-size", str(unit), wrap=few) as bench, bench.connect() as client:
+        lease = client.attach("weights/a", LeaseMode.RW)
+        with pytest.raises(GmsError, match=r"the most is \d+, since this service may not open more files") as caught:
+            lease.allocate("all", files * unit)
+        assert (caught.value.code, "ulimit -n" in str(caught.value)) == ("too_many", True)
+        most = int(re.findall(r"the most is (\d+)", str(caught.value))[0])
+        assert files // 4 <= most <= files // 2
+        lease.allocate("w", most * unit).close()
+        with bench.connect("b") as other:
+            assert other.status().total_bytes == most * unit
+            with pytest.raises(GmsError, match=f"{most} chunks of memory stand already"):
+                other.attach("kv", LeaseMode.RW).allocate("pages", unit)
 
 
 def test_status_and_metrics_tell_it(device: Device) -> None:
