@@ -100,6 +100,20 @@ class MemoryService(msgspec.Struct, frozen=True, kw_only=True):
                 told = True
             time.sleep(RETRY_SECONDS)
 
+    def allocate(self, lease: Lease, tag: str, size_bytes: int) -> Allocation:
+        """Pages, waited for where room comes without anybody's doing: what the dead and the fenced have held.
+
+        Raises:
+            gms.client.GmsError: no room, and retryable if it only did not come in time.
+        """
+        try:
+            return lease.allocate(tag, size_bytes)
+        except GmsError as error:
+            if error.code != ErrorCode.OUT_OF_MEMORY or not error.retryable or not self.memory_wait_seconds:
+                raise
+            logger.warning("%s: waiting up to %g s for room: %s", lease.pool, self.memory_wait_seconds, error)
+        return lease.allocate(tag, size_bytes, timeout_seconds=self.memory_wait_seconds)
+
     def keep(self, client: GmsClient, lease: Lease, allocations: Sequence[Allocation]) -> Custody:
         """Puts a lease with its connection and all its allocations into custody, which owns them from here on."""
         return Custody(client, lease, allocations, dial=self.dial)
@@ -182,7 +196,7 @@ class KvMemory:
         try:
             self._begin(client)
             lease = client.attach(KV_POOL, LeaseMode.RW, epoch=epoch, timeout_seconds=self._service.proof_seconds)
-            pages = lease.allocate(KV_TAG, self.range.size_bytes, timeout_seconds=self._service.memory_wait_seconds)
+            pages = self._service.allocate(lease, KV_TAG, self.range.size_bytes)
             self.range.map(pages.chunks, writable=True)
             self._asking = None
             custody = self._service.keep(client, lease, [pages])

@@ -75,7 +75,7 @@ class WeightsMemory:
         Raises:
             gms.client.GmsError: no room; nothing is left behind once ``close`` was called.
         """
-        self._pages = self._attached.allocate(ARENA_TAG, size_bytes, timeout_seconds=self._service.memory_wait_seconds)
+        self._pages = self._service.allocate(self._attached, ARENA_TAG, size_bytes)
         return self._map(self._pages, writable=True)
 
     def commit(self, manifest: bytes) -> None:

@@ -85,8 +85,8 @@ class FakeLease(Lease):
         self.client = client
 
     def allocate(self, tag: str, size_bytes: int, *, timeout_seconds: float = 0.0) -> Allocation:
-        self.client.do("allocate")
         self.client.waited.append(timeout_seconds)
+        self.client.do("allocate_in_time" if timeout_seconds else "allocate")
         return self._pages(tag, size_bytes)
 
     def export(self, tag: str) -> Allocation:
@@ -175,14 +175,28 @@ def make() -> Iterator[Make]:
         memory.close() if memory.mapped else place.close()
 
 
-def test_pages_may_wait_for_room(make: Make) -> None:
-    client = FakeClient()
+def full(*, retryable: bool) -> GmsError:
+    return GmsError(ErrorCode.OUT_OF_MEMORY, "no room", retryable=retryable)
+
+
+def test_pages_wait_for_room_that_will_come(make: Make) -> None:
+    client = FakeClient(allocate=full(retryable=True))
     kv, _ = make(client, memory_wait_seconds=3.0)
     kv.map(epoch=1)
-    assert client.waited == [3.0]
+    assert client.waited == [0.0, 3.0]
     kv.unmap()
-    assert client.did == ["attach", "allocate", "release_quiesced"]
+    assert client.did == ["attach", "allocate", "allocate_in_time", "release_quiesced"]
     assert client.closed.is_set()
+
+
+@pytest.mark.parametrize(("retryable", "seconds"), [(False, 3.0), (True, 0.0)])
+def test_pages_do_not_wait_for_room_that_will_not_come(make: Make, retryable: bool, seconds: float) -> None:
+    client = FakeClient(allocate=full(retryable=retryable))
+    kv, _ = make(client, memory_wait_seconds=seconds)
+    with pytest.raises(GmsError) as refused:
+        kv.map(epoch=1)
+    assert (refused.value.code, refused.value.retryable) == (ErrorCode.OUT_OF_MEMORY, retryable)
+    assert client.waited == [0.0]
 
 
 def test_pages_that_could_not_be_unmapped_are_held_on_to(make: Make) -> None:
@@ -253,7 +267,7 @@ def test_services_that_die_one_after_the_other_are_asked_in_turn(make: Make) -> 
     assert all(client.closed.is_set() for client in dying)
 
 
-@pytest.mark.parametrize("code", [ErrorCode.OUT_OF_MEMORY, ErrorCode.STALE_EPOCH, ErrorCode.BUSY])
+@pytest.mark.parametrize("code", [ErrorCode.SIZE_MISMATCH, ErrorCode.STALE_EPOCH, ErrorCode.BUSY])
 def test_what_a_service_refuses_is_not_asked_again(make: Make, code: ErrorCode) -> None:
     client = FakeClient(allocate=GmsError(code, "no", retryable=True))
     kv, _ = make(client)
@@ -299,7 +313,7 @@ def test_after_that_nothing_is_mapped_any_more(make: Make) -> None:
 
 
 def test_the_writer_is_in_custody_from_its_commit_on_and_reads_the_pages_it_wrote() -> None:
-    client = FakeClient()
+    client = FakeClient(allocate=full(retryable=True))
     weights = WeightsMemory(service(client, memory_wait_seconds=3.0), POOL)
     weights.attach()
     assert (weights.role, weights.custody()) == ("writer", ())
@@ -311,10 +325,10 @@ def test_the_writer_is_in_custody_from_its_commit_on_and_reads_the_pages_it_wrot
     assert (place.backing, place.read(0, 7)) == (Backing.PAGES_RO, b"weights")
     assert weights.holds(place.address, SIZE)
     assert not weights.holds(place.address, SIZE + 1)
-    assert client.waited == [3.0]
+    assert client.waited == [0.0, 3.0]
     weights.close()
     weights.close()
-    assert client.did == ["attach", "allocate", "commit"]
+    assert client.did == ["attach", "allocate", "allocate_in_time", "commit"]
 
 
 def test_a_reader_is_in_custody_before_it_maps_anything() -> None:
