@@ -151,7 +151,7 @@ async def test_told_to_stop_while_it_waits_for_another_ones_weights(service: Mem
         settings = EngineSettings(engine="sim", capacity=4, sim=other)
         made = SimEngine(settings, service, Path(service.socket).parent)
         task = asyncio.create_task(made.initialize())
-        await asyncio.to_thread(until, lambda: made._weights._client, saying="it is connected")
+        await asyncio.to_thread(until, lambda: made._weights._memory._client, saying="it is connected")
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task

@@ -277,6 +277,22 @@ def test_an_engine_leaves_in_order_though_the_memory_service_is_gone(pair: Pair)
     assert "Traceback" not in a.output()
 
 
+def test_an_engine_whose_weights_are_being_committed_when_the_service_dies_goes_on(pair: Pair) -> None:
+    gms = pair.gms()
+    state = pair.run_dir / "pod-0" / "gms-cpu-0.sock.state"
+    a = pair.engine("a", "--no-keeper", HOTSPARE_SIM_WEIGHTS_BYTES=str(256 << 20))
+    until(lambda: any(state.glob("*.b")), saying="the commit is noted, if not done")
+    gms.signal(signal.SIGKILL)
+    gms.wait()
+    pair.gms()
+    active = until_role(pair.admin["a"], Role.ACTIVE)
+    assert (active["pid"], active["memory"]["weights_role"]) == (a.pid, "writer")
+    assert active["memory"]["weights_outside_gms_bytes"] == 0
+    pair.engine("b", HOTSPARE_SIM_WEIGHTS_BYTES=str(256 << 20))
+    assert until_role(pair.admin["b"], Role.STANDBY)["memory"]["weights_role"] == "reader"
+    assert pair.complete()
+
+
 def test_engines_whose_weights_are_not_what_was_committed_end_and_the_next_writes_them_anew(pair: Pair) -> None:
     gms = pair.gms()
     a, b = pair.engine("a", "--no-keeper"), pair.engine("b", "--no-keeper")

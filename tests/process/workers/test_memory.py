@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +18,7 @@ from gms.client import GmsClient, GmsError, Lease
 from gms.custody_phases import Phase
 from gms.mapping import Backing, Reservation
 from tests.support.processes import Process, running, until
+from workers.life import is_hopeless
 from workers.memory import KvMemory, MemoryService
 
 pytestmark = pytest.mark.process
@@ -24,10 +27,13 @@ SIZE = 1 << 20
 
 
 @pytest.fixture
-def gms(tmp_path: Path) -> Iterator[Process]:
+def gms(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Process]:
+    """Its parameter is more flags."""
     folder = tmp_path / "pod"
     folder.mkdir(mode=0o700)
-    with running("gms", "gms", "--socket", str(folder / "gms.sock"), log_dir=tmp_path) as process:
+    with running(
+        "gms", "gms", "--socket", str(folder / "gms.sock"), *getattr(request, "param", []), log_dir=tmp_path
+    ) as process:
         until((folder / "gms.sock").exists, saying="the service's socket")
         yield process
 
@@ -128,3 +134,63 @@ def test_a_parked_engine_has_handed_its_pages_on_though_the_service_was_away(
         second.map(epoch=2)
         assert bytes(second.range.buffer()[0:4]) == b"kept"
         second.close()
+
+
+HOLDER = """
+import sys
+from gms.client import GmsClient, LeaseMode
+client = GmsClient.connect(sys.argv[1], engine="a", instance="pod")
+pages = client.attach("kv", LeaseMode.RW, epoch=1).allocate("kv", int(sys.argv[2]))
+print("holds", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def holder(tmp_path: Path, gms: Process) -> Iterator[subprocess.Popen[str]]:
+    """An engine that has the KV pages and does not end by itself."""
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path / "pod" / "gms.sock"), str(SIZE)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "holds\n"
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("gms", [["--memory-limit", str(SIZE + SIZE // 2)]], indirect=True)
+def test_a_takeover_without_proof_waits_for_the_room_that_the_old_holder_leaves(
+    service: MemoryService, holder: subprocess.Popen[str]
+) -> None:
+    """It gets pages of its own, and there is no room for both."""
+    kv = KvMemory(msgspec.structs.replace(service, proof_seconds=0.05), size_bytes=SIZE)
+    mapping = threading.Thread(target=kv.map, kwargs={"epoch": 2})
+    mapping.start()
+    with service.connect() as client:
+        until(lambda: bool(client.status().memory_waits), saying="it waits for memory")
+        assert client.status().pools[0].orphaned_bytes == SIZE
+        holder.kill()
+        mapping.join(10)
+        assert kv.mapped
+        assert client.status().total_bytes == SIZE
+    kv.close()
+
+
+@pytest.mark.parametrize("gms", [["--memory-limit", str(SIZE + SIZE // 2)]], indirect=True)
+def test_room_that_does_not_come_in_time_is_a_refusal_that_may_be_repeated(
+    service: MemoryService, holder: subprocess.Popen[str]
+) -> None:
+    kv = KvMemory(msgspec.structs.replace(service, proof_seconds=0.05, memory_wait_seconds=0.1), size_bytes=SIZE)
+    with pytest.raises(GmsError) as refused:
+        kv.map(epoch=2)
+    assert (refused.value.code, refused.value.retryable) == ("out_of_memory", True)
+    assert not is_hopeless(refused.value)
+    holder.kill()
+    holder.wait()
+    kv.map(epoch=3)
+    kv.close()
