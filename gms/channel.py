@@ -18,13 +18,33 @@ from gms.protocol import HEADER_BYTES, MAX_FDS, MAX_FIRST_FRAME, MAX_FRAME, Erro
 RECEIVE_BYTES: Final = 65536
 SEND_SECONDS: Final = 10.0
 """How long a reply may wait for its reader."""
+FRAME_SECONDS: Final = 10.0
+"""How long a frame may take from its first byte to its last."""
+MAX_UNREAD: Final = 32 * 1024 * 1024
+"""Bytes of frames not taken yet, of all clients together. Most frames are of some hundred bytes."""
+FREE_BYTES: Final = 64 * 1024
+"""What each may hold whatever the others do."""
+
+
+class Unread:
+    """What all channels of a service hold together, in bytes."""
+
+    def __init__(self, limit: int = MAX_UNREAD) -> None:
+        self.limit = limit
+        self.total = 0
 
 
 class Channel:
     """`on_lost` is called once, from the loop, when the peer is gone or broke the protocol while a request ran."""
 
     def __init__(
-        self, connection: socket.socket, on_lost: Callable[[], object], *, send_seconds: float = SEND_SECONDS
+        self,
+        connection: socket.socket,
+        on_lost: Callable[[], object],
+        *,
+        unread: Unread | None = None,
+        send_seconds: float = SEND_SECONDS,
+        frame_seconds: float = FRAME_SECONDS,
     ) -> None:
         connection.setblocking(False)
         self._send_seconds = send_seconds
@@ -32,6 +52,10 @@ class Channel:
         self._loop = asyncio.get_running_loop()
         self._on_lost = on_lost
         self._decoder = FrameDecoder(MAX_FIRST_FRAME)
+        self._unread = Unread() if unread is None else unread
+        self._counted = 0
+        self._frame_seconds = frame_seconds
+        self._frame_timer: asyncio.TimerHandle | None = None
         self._fds: list[int] = []
         self._error: GmsError | None = None
         self._reader: asyncio.Future[None] | None = None
@@ -53,6 +77,7 @@ class Channel:
                 await self._reader
             finally:
                 self._reader = None
+        self._count()
         fds, self._fds = self._fds, []
         return frame, fds
 
@@ -75,6 +100,9 @@ class Channel:
     def close(self) -> None:
         if not self._closed:
             self._closed = True
+            self._unread.total -= self._counted
+            if self._frame_timer is not None:
+                self._frame_timer.cancel()
             self._loop.remove_reader(self._socket)
             self._loop.remove_writer(self._socket)
             fdpass.close_all(self._fds)
@@ -111,11 +139,34 @@ class Channel:
             self._end(GmsError(ErrorCode.BAD_FDS, message))
         else:
             self._decoder.feed(data)
-            if self._decoder.buffered > HEADER_BYTES + self._decoder.max_frame:
+            self._count()
+            if self._unread.total > self._unread.limit and self._counted > FREE_BYTES:
+                message = "All clients together send more than this service holds; try again on a new connection."
+                self._end(GmsError(ErrorCode.BUSY, message, retryable=True))
+            elif self._decoder.buffered > HEADER_BYTES + self._decoder.max_frame:
                 message = "More than one frame was sent ahead; wait for each reply."
                 self._end(GmsError(ErrorCode.BAD_MESSAGE, message))
             elif self._reader is not None:
                 _resolve(self._reader)
+
+    def _count(self) -> None:
+        """After each change of what is held; a frame's time begins with its first byte."""
+        held = self._decoder.buffered
+        self._unread.total += held - self._counted
+        self._counted = held
+        if not held and self._frame_timer is not None:
+            self._frame_timer.cancel()
+            self._frame_timer = None
+        elif held and self._frame_timer is None:
+            self._frame_timer = self._loop.call_later(self._frame_seconds, self._late)
+
+    def _late(self) -> None:
+        self._frame_timer = None
+        if self._decoder.complete:  # it is we who have not taken it
+            self._count()
+        else:
+            message = f"A frame took more than {self._frame_seconds:g} s to arrive; the client hangs, or is broken."
+            self._end(GmsError(ErrorCode.BAD_MESSAGE, message))
 
     def _end(self, error: GmsError | None) -> None:
         """No more is read. A broken protocol is answered if the session is listening; otherwise it just ends."""

@@ -193,6 +193,7 @@ class Custody:
                     break
                 phase = custody_phases.after_failure(error, overdue=time.monotonic() >= deadline)
                 if phase is not Phase.ADRIFT:
+                    self._lease.close_lock()  # the service need not wait for pages that will not come
                     self._enter(phase, str(error))
                     self._tell(phase, error)
                     return False

@@ -14,6 +14,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import re
 import secrets
 import stat
 from collections import Counter
@@ -28,6 +29,10 @@ from gms.backends.base import Identity
 
 FORMAT: Final = 1
 _DIGEST_BYTES: Final = 16
+MAX_RECORD: Final = 64 * 1024 * 1024
+"""Bytes of a record's file: a manifest, and the digests and identities of all chunks there can be."""
+MAX_GENERATION: Final = 1 << 61
+"""Half of what the protocol has room for."""
 _COPIES: Final = ("a", "b")
 _COMMITTING: Final = "-c"
 
@@ -79,6 +84,7 @@ class Journal:
         if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
             raise PermissionError(13, "it is not this user's alone (0700)", str(folder))
         self._folder = folder
+        self._place = found.st_dev, found.st_ino
         self._serial = 0
         self._saved: dict[str, PoolRecord] = {}  # by the stem of its files
         self._lingering: set[Path] = set()
@@ -96,7 +102,7 @@ class Journal:
         copies: Counter[tuple[str, int]] = Counter()
         for path in sorted(self._folder.glob("*.[ab]")):
             try:
-                sealed = _unseal(path.read_bytes(), path.stem)
+                sealed = _unseal(_read(path), path.stem)
             except (OSError, ValueError) as error:
                 self.damage[path.name] = str(error)
                 continue
@@ -111,6 +117,24 @@ class Journal:
             stem: sealed.record for stem, sealed in found.items() if copies[stem, sealed.serial] == len(_COPIES)
         }
         return [sealed.record for sealed in found.values()]
+
+    @property
+    def intact(self) -> bool:
+        """Whether the folder is the one that was opened; somebody may have removed it."""
+        try:
+            found = self._folder.stat()
+        except OSError:
+            return False
+        return (found.st_dev, found.st_ino) == self._place
+
+    def make_anew(self) -> None:
+        """Makes the folder again, empty; every record is to be saved again. Raises OSError."""
+        with suppress(FileExistsError):
+            self._folder.mkdir(mode=0o700)
+        found = self._folder.stat()
+        self._place = found.st_dev, found.st_ino
+        self._saved.clear()
+        self._lingering.clear()
 
     def save(self, record: PoolRecord) -> None:
         """Writes a pool's record if it differs from the last one. Raises OSError: the last one stands then, or this one
@@ -218,10 +242,26 @@ def _unseal(raw: bytes, stem: str) -> _Sealed:
     return sealed
 
 
+def _read(path: Path) -> bytes:
+    """A record's file. Raises ValueError if it can be none, OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise ValueError("it is no file")
+        if found.st_size > MAX_RECORD:
+            raise ValueError(f"it has {found.st_size} bytes, no record has more than {MAX_RECORD}")
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read()
+    finally:
+        os.close(descriptor)
+
+
 def _generation(lease: Path) -> int:
     """The generation that a lease file is of; 0 if it is none of ours."""
-    number = lease.name.split(".")[1]
-    return int(number) if number.isdecimal() else 0
+    parts = lease.name.split(".")
+    number = int(parts[1]) if len(parts) > 1 and re.fullmatch(r"[0-9]{1,19}", parts[1]) else 0
+    return number if number < MAX_GENERATION else 0
 
 
 def _locked(path: Path) -> bool:

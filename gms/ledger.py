@@ -61,6 +61,26 @@ class Ledger(Generic[P]):
             all(self._written(self._journal, other) for other in list(self._unwritten))
         self._tell(before)
 
+    def check(self) -> None:
+        """To be called now and then: writes what could not be written, and everything if the folder was removed."""
+        journal = self._journal
+        if journal is None or (journal.intact and not self._unwritten):
+            return
+        before = self.problem
+        if not journal.intact:
+            for key in self._leases:
+                self._unlocked[key] = "the state folder was removed, and with it the locks of leases that stand"
+            try:
+                journal.make_anew()
+            except OSError as error:
+                self._unwritten |= dict.fromkeys(self._arbiter.pools, str(error))
+                self._tell(before)
+                return
+            self._unwritten |= dict.fromkeys(self._arbiter.pools, "the state folder was removed")
+        for name in list(self._unwritten):
+            self._written(journal, name)
+        self._tell(before)
+
     def begin_commit(self, name: str, generation: int, manifest: bytes) -> None:
         """A writer asked for a commit: if the service ends before it is done, the writer can hand its pages back and
         ask again."""

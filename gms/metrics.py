@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import socket
+import threading
 from collections import Counter as Counter_
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from typing import Final, Protocol
+from http.server import ThreadingHTTPServer
+from typing import Any, Final, Protocol
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.exposition import MetricsHandler
 from prometheus_client.registry import Collector
 
 from gms.protocol import Status
@@ -35,6 +40,12 @@ ATTACH_BUCKETS: Final = (
     300,
 )
 SNAPSHOT_SECONDS: Final = 2.0
+MAX_SCRAPES: Final = 8
+"""At a time; more are turned away."""
+SCRAPE_SECONDS: Final = 5.0
+"""How long a scraper may be silent."""
+
+log: Final = logging.getLogger("gms")
 
 
 class Closeable(Protocol):
@@ -151,8 +162,38 @@ class Metrics:
     def serve(self, host: str, port: int, status: Callable[[], Status], loop: asyncio.AbstractEventLoop) -> Closeable:
         """Serves /metrics. Raises OSError if the port cannot be had."""
         self.registry.register(StatusCollector(status, loop))
-        server, _ = start_http_server(port, host, self.registry)
+        server = _Exporter(host, port, self.registry)
+        threading.Thread(target=server.serve_forever, name="gms-metrics", daemon=True).start()
         return server
+
+
+class _Exporter(ThreadingHTTPServer):
+    """prometheus_client's handler, for few scrapes at a time: whoever can reach the port can open connections, and the
+    service needs its descriptors and threads for its clients."""
+
+    daemon_threads = True
+
+    def __init__(self, host: str, port: int, registry: CollectorRegistry) -> None:
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._free = threading.BoundedSemaphore(MAX_SCRAPES)
+        handler = type("Handler", (MetricsHandler.factory(registry),), {"timeout": SCRAPE_SECONDS})
+        super().__init__((host, port), handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._free.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A scraper that hung up or said nothing is not worth a traceback."""
+        log.debug("a scrape failed", exc_info=True)
 
 
 def _kind(pool: str) -> str:

@@ -412,13 +412,18 @@ class FrameDecoder:
         """Bytes held that are not yet part of a frame taken."""
         return len(self._buffer)
 
+    @property
+    def complete(self) -> bool:
+        """Whether a whole frame is held that was not taken yet."""
+        return len(self._buffer) >= HEADER_BYTES and len(self._buffer) >= HEADER_BYTES + self._length()
+
     def feed(self, data: bytes) -> None:
         self._buffer += data
 
     def next_frame(self) -> bytes | None:
         if len(self._buffer) < HEADER_BYTES:
             return None
-        length = int.from_bytes(self._buffer[:HEADER_BYTES], "little")
+        length = self._length()
         if length > self.max_frame:
             raise GmsError(
                 ErrorCode.BAD_MESSAGE,
@@ -430,3 +435,7 @@ class FrameDecoder:
         frame = bytes(self._buffer[HEADER_BYTES:end])
         del self._buffer[:end]
         return frame
+
+    def _length(self) -> int:
+        """Of the body that begins the buffer."""
+        return int.from_bytes(self._buffer[:HEADER_BYTES], "little")

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
 from gms import fdpass, protocol
-from gms.channel import SEND_SECONDS, Channel
+from gms.channel import SEND_SECONDS, Channel, Unread
 from gms.clients import Client
 from gms.peers import check_peer, pid_of, prefer_peer_pidfd, processes_of
 from gms.protocol import ErrorCode, GmsError
@@ -60,6 +60,7 @@ class Server:
         self._ids = itertools.count(1)
         self._sessions: dict[int, Session] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._unread = Unread()
         self._listener: socket.socket | None = None
         service.expel_with(self._expel)
 
@@ -103,7 +104,7 @@ class Server:
     async def _serve(self, connection: socket.socket) -> None:
         """A connection's life. Every way out, cancellation included, gives back what the client held."""
         task = cast("asyncio.Task[None]", asyncio.current_task())
-        channel = Channel(connection, task.cancel, send_seconds=self._send_seconds)
+        channel = Channel(connection, task.cancel, unread=self._unread, send_seconds=self._send_seconds)
         session: Session | None = None
         try:
             async with asyncio.timeout(self._hello_seconds):

@@ -28,6 +28,8 @@ from gms.protocol import MAX_FDS, Digests, ErrorCode, GmsError, LeaseMode, Statu
 from gms.store import PageStore, Surroundings
 
 ADOPT_SECONDS: Final = 30.0
+CHECK_SECONDS: Final = 2.0
+"""How often the journal is looked after."""
 
 P = TypeVar("P")
 
@@ -87,6 +89,11 @@ class MemoryService(Generic[P]):
         self._adopter = (
             None if journal is None else self._start_adopter(journal, records, algorithm_name, adopt_seconds)
         )
+        self._tending = self._loop.call_later(CHECK_SECONDS, self._tend)
+
+    def _tend(self) -> None:
+        self._ledger.check()
+        self._tending = self._loop.call_later(CHECK_SECONDS, self._tend)
 
     def expel_with(self, expel: Callable[[int], None]) -> None:
         """`expel` ends a client's connection: its leases are not what it takes them for any more, and it will hear why
@@ -103,6 +110,7 @@ class MemoryService(Generic[P]):
 
     def close(self) -> None:
         """Gives all memory back. No request may be under way."""
+        self._tending.cancel()
         self._leasing.close()
         if self._adopter is not None:
             self._adopter.close()

@@ -29,7 +29,7 @@ class SocketPath:
     def __init__(self, path: str) -> None:
         self.path = path
         self._lock_fd = -1
-        self._bound = False
+        self._bound: tuple[int, int] | None = None  # device and inode of our socket
 
     def __enter__(self) -> Self:
         if len(os.fsencode(self.path)) > MAX_PATH_BYTES:
@@ -41,13 +41,11 @@ class SocketPath:
                 log.warning("others may enter the socket's folder %s; make it 0700", folder)
             self._lock_fd = os.open(f"{self.path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not _same_file(self._lock_fd, f"{self.path}.lock"):
+                raise FileNotFoundError(errno.ENOENT, "its lock file was taken away meanwhile; try again")
         except OSError as error:
             self._unlock()
-            if error.errno in (errno.EWOULDBLOCK, errno.EAGAIN):
-                raise StartError(
-                    f"Another memory service is alive at {self.path}; stop it, or use another socket."
-                ) from error
-            raise self._impossible(error) from error
+            raise self._taken_or_impossible(error) from error
         return self
 
     def listen(self) -> socket.socket:
@@ -57,30 +55,60 @@ class SocketPath:
             self._make_room()
             os.fchmod(listener.fileno(), 0o600)  # bind takes the mode over: there is no moment with a wider one
             listener.bind(self.path)
-            self._bound = True
+            self._bound = _identity(self.path)
             listener.listen(BACKLOG)
         except OSError as error:
             listener.close()
-            raise self._impossible(error) from error
+            raise self._taken_or_impossible(error) from error
         return listener
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if self._bound:
-            self._bound = False
-            with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError):
+            if self._bound is not None and _identity(self.path) == self._bound:  # else it is another service's by now
                 os.unlink(self.path)
+        self._bound = None
         self._unlock()
 
     def _make_room(self) -> None:
         with suppress(FileNotFoundError):
             if not stat.S_ISSOCK(os.lstat(self.path).st_mode):
                 raise FileExistsError(errno.EEXIST, "something that is no socket is there")
+            if _answers(self.path):  # though we have the lock: somebody removed its file under a living service
+                raise BlockingIOError(errno.EAGAIN, "a service listens there")
             os.unlink(self.path)
 
-    def _impossible(self, error: OSError) -> StartError:
+    def _taken_or_impossible(self, error: OSError) -> StartError:
+        if error.errno in (errno.EWOULDBLOCK, errno.EAGAIN):
+            return StartError(f"Another memory service is alive at {self.path}; stop it, or use another socket.")
         return StartError(f"The socket {self.path} cannot be made: {error.strerror or error}.")
 
     def _unlock(self) -> None:
         if self._lock_fd >= 0:
             os.close(self._lock_fd)
             self._lock_fd = -1
+
+
+def _identity(path: str) -> tuple[int, int]:
+    found = os.lstat(path)
+    return found.st_dev, found.st_ino
+
+
+def _same_file(fd: int, path: str) -> bool:
+    """Whether an open file is the one at `path`."""
+    found = os.fstat(fd)
+    try:
+        return (found.st_dev, found.st_ino) == _identity(path)
+    except FileNotFoundError:
+        return False
+
+
+def _answers(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(path)
+        except (ConnectionRefusedError, FileNotFoundError):
+            return False
+        except OSError:
+            return True  # it listens, and is too busy to say so
+    return True

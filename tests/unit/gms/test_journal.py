@@ -4,6 +4,7 @@ import fcntl
 import hashlib
 import os
 import resource
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -214,7 +215,7 @@ def test_what_is_no_file_is_told(journal: Journal, folder: Path) -> None:
     a.mkdir()
     again = Journal(folder)
     assert again.load() == [record()]
-    assert "directory" in again.damage[a.name]
+    assert "no file" in again.damage[a.name]
 
 
 def test_half_written_files_are_cleared_away(journal: Journal, folder: Path) -> None:
@@ -478,3 +479,33 @@ def test_a_folder_that_went_away_is_an_error_for_records_and_none_for_the_end(jo
     journal.forget("kv")
     assert not journal.alive("kv", 3)
     journal.close()
+
+
+def test_what_would_hang_or_flood_the_start_is_not_read(journal: Journal, folder: Path) -> None:
+    journal.save(record())
+    os.mkfifo(folder / "f.a")
+    (folder / "h.b").touch()
+    os.truncate(folder / "h.b", 1 << 40)
+    (folder / "l.a").symlink_to("/etc/passwd")
+    again = Journal(folder)
+    assert again.load() == [record()]
+    assert set(again.damage) == {"f.a", "h.b", "l.a"}
+
+
+def test_a_lease_of_no_generation_that_there_can_be_is_not_counted_on(journal: Journal, folder: Path) -> None:
+    for name in ("k.4611686018427387904.x.lease", "k.99999999999999999999999.x.lease", "odd.lease"):
+        with open(folder / name, "w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            again = Journal(folder)
+            again.load()
+            assert again.highest_generation == 0
+
+
+def test_a_folder_that_was_removed_is_made_anew(journal: Journal, folder: Path) -> None:
+    journal.save(record())
+    shutil.rmtree(folder)
+    assert not journal.intact
+    journal.make_anew()
+    assert journal.intact
+    journal.save(record())
+    assert loaded(folder) == [record()]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -221,3 +222,30 @@ def test_without_a_journal_nothing_is_kept_and_it_says_so() -> None:
     bench.ledger.close()
     assert bench.ledger.problem == "this service keeps no journal"
     assert bench.kinds() == []
+
+
+def test_what_could_not_be_written_is_tried_again_without_anything_happening(
+    bench: Bench, folder: Path, journal: FullJournal
+) -> None:
+    journal.full = {"kv"}
+    bench.attach(A, "kv", epoch=5)
+    bench.ledger.record("kv")
+    bench.ledger.check()
+    assert bench.ledger.problem
+    journal.full = set()
+    bench.ledger.check()
+    assert bench.ledger.problem == ""
+    assert [found.pool for found in Journal(folder).load()] == ["kv"]
+
+
+def test_a_folder_that_was_removed_is_written_anew_and_lost_locks_are_told(bench: Bench, folder: Path) -> None:
+    bench.attach(A, "kv", epoch=5)
+    bench.ledger.record("kv")
+    (lock,) = bench.ledger.open_lease(A, "kv", 1, processes=1)
+    shutil.rmtree(folder)
+    bench.ledger.check()
+    assert [found.pool for found in Journal(folder).load()] == ["kv"]
+    assert "the state folder was removed" in bench.ledger.problem
+    os.close(lock)
+    bench.ledger.close_lease(A, "kv")
+    assert bench.ledger.problem == ""

@@ -58,7 +58,7 @@ def test_without_a_socket_it_is_the_one_that_engines_look_for(monkeypatch: pytes
     monkeypatch.setenv("HOTSPARE_RUN_DIR", "/r")
     monkeypatch.setenv("HOTSPARE_POD", "p-1")
     assert GmsSettings(device="cuda:1").socket == "/r/p-1/gms-cuda-1.sock"
-    assert GmsSettings(device="cuda:1").socket == str(EngineSettings(device="cuda:1").gms_socket)
+    assert GmsSettings(device="cpu:1").socket == str(EngineSettings(device="cpu:1").gms_socket)
 
 
 def test_a_pod_is_no_path(monkeypatch: pytest.MonkeyPatch) -> None:
