@@ -183,7 +183,9 @@ class HostMemory:
         ctypes.memmove(address, data, len(data))
 
     def digest(self, address: int, length: int, algorithm: Hash) -> bytes:
-        return algorithm(memoryview((ctypes.c_ubyte * length).from_address(address)).cast("B"))
+        hasher = algorithm()
+        hasher.update(memoryview((ctypes.c_ubyte * length).from_address(address)).cast("B"))
+        return hasher.digest()
 
 
 def _map_read_only(address: int, size_bytes: int, fd: int) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import xxhash
 
 from gms.allocations import MAX_CHUNKS
-from gms.backends.base import DeviceError, MemoryBackend
+from gms.backends.base import DeviceError, Hasher, MemoryBackend
 from gms.journal import Journal
 from gms.protocol import MAX_FDS, GmsError
 from gms.server import MAX_CLIENTS, Server
@@ -56,7 +56,7 @@ async def running(settings: GmsSettings) -> AsyncIterator[asyncio.Future[DeviceE
             service = MemoryService(
                 backend,
                 device=settings.device,
-                algorithm=digest,
+                algorithm=hasher,
                 algorithm_name="xxh3_128",
                 journal=_journal(settings.socket),
                 limit_bytes=None if settings.memory_limit is None else int(settings.memory_limit),
@@ -86,9 +86,9 @@ def _export(metrics: Metrics, service: MemoryService[Any], settings: GmsSettings
         raise StartError(f"Metrics cannot be served on {host}:{port}: {error.strerror or error}.") from error
 
 
-def digest(data: memoryview) -> bytes:
+def hasher() -> Hasher:
     """XXH3, 128 bits: fast, and made to tell apart what was changed by accident. It proves nothing against malice."""
-    return xxhash.xxh3_128_digest(data)
+    return xxhash.xxh3_128()
 
 
 def _journal(socket: str) -> Journal:

@@ -52,8 +52,15 @@ class Identity(Struct, frozen=True):
     seals: int = 0
 
 
-Hash = Callable[[memoryview], bytes]
-"""The digest of some bytes; releases the GIL for large ones."""
+class Hasher(Protocol):
+    """As those of hashlib. Releases the GIL for some KiB and more."""
+
+    def update(self, data: memoryview, /) -> object: ...
+    def digest(self) -> bytes: ...
+
+
+Hash = Callable[[], Hasher]
+"""A new hasher: `hashlib.sha256` is one."""
 
 
 class MemoryBackend(Protocol[P]):

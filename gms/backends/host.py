@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import mmap
 import os
 from dataclasses import dataclass
 from typing import Final
@@ -42,6 +41,9 @@ SPARE_SHARE: Final = 128
 killed."""
 
 
+READ_BYTES: Final = 512 * 1024
+"""What is hashed at a time: fits into a CPU's cache, and each read and each hash is long beside its call."""
+
 _FROZEN: Final = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
 
 
@@ -67,6 +69,7 @@ class HostBackend:
             raise ValueError(f"chunks must be a multiple of {self.granularity} bytes, not {chunk_bytes}")
         self.device_id: Final = device_id
         self.chunk_bytes: Final = chunk_bytes
+        self._buffer = bytearray(READ_BYTES)
         self._unfilled: dict[int, int] = {}  # descriptor -> bytes that were promised and are not taken yet
 
     def create(self, tag: str, size_bytes: int) -> HostPages:
@@ -123,15 +126,19 @@ class HostBackend:
             raise
 
     def digest(self, pages: HostPages, offset: int, length: int, algorithm: Hash) -> bytes:
-        """Reads through a private mapping: before Linux 6.7 a shared one of a sealed file is refused where the
-        descriptor could write, and it would count as a writable one where the file is not sealed yet."""
-        skip = offset % mmap.ALLOCATIONGRANULARITY
-        with (
-            mmap.mmap(pages.fd, skip + length, mmap.MAP_PRIVATE, mmap.PROT_READ, offset=offset - skip) as mapping,
-            memoryview(mapping) as whole,
-            whole[skip:] as part,
-        ):
-            return algorithm(part)
+        """Copies to a buffer that stays in the CPU's cache, which is quicker than to map pages that are read once."""
+        hasher = algorithm()
+        with memoryview(self._buffer) as buffer:
+            while length:
+                with buffer[: min(length, READ_BYTES)] as part:
+                    got = os.preadv(pages.fd, [part], offset)
+                    if not got:
+                        raise EOFError(f"the file of a chunk of {pages.size_bytes} bytes ends at {offset}")
+                    with part[:got] as read:
+                        hasher.update(read)
+                offset += got
+                length -= got
+        return hasher.digest()
 
     def identify(self, pages: HostPages) -> Identity:
         return _identity(pages.fd)

@@ -15,6 +15,7 @@ import sys
 import time
 from typing import Final
 
+from gms.backends.base import Hasher
 from gms.client import GmsClient, LeaseMode
 from gms.mapping import Reservation, device_memory
 from tests.gpu.driver import MIB, Probe
@@ -154,8 +155,8 @@ def heir(path: str, size_bytes: int) -> None:
     print(json.dumps(found), flush=True)
 
 
-def _hash(data: memoryview) -> bytes:
-    return hashlib.blake2b(data, digest_size=16).digest()
+def _hash() -> Hasher:
+    return hashlib.blake2b(digest_size=16)
 
 
 ROLES = {"writer": writer, "hand_writer": hand_writer, "heir": heir}

@@ -23,6 +23,7 @@ from typing import Any, Final
 import torch
 
 from gms import tensors
+from gms.backends.base import Hasher
 from gms.client import AllocationInfo, GmsClient, Lease, LeaseMode, digests_of
 from gms.manifest import Manifest
 from gms.mapping import Reservation, device_memory
@@ -243,8 +244,8 @@ def _raw(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().cpu().contiguous().view(torch.uint8)
 
 
-def _hash(data: memoryview) -> bytes:
-    return hashlib.blake2b(data, digest_size=16).digest()
+def _hash() -> Hasher:
+    return hashlib.blake2b(digest_size=16)
 
 
 def _say(what: object) -> None:

@@ -16,15 +16,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from gms.backends.base import DeviceError, MemoryBackend
+from gms.backends.base import DeviceError, Hasher, MemoryBackend
 from gms.journal import Journal
 from gms.server import Server
 from gms.service import MemoryService
 from gms.socket_path import SocketPath
 
 
-def digest(data: memoryview) -> bytes:
-    return hashlib.blake2b(data, digest_size=16).digest()
+def hasher() -> Hasher:
+    return hashlib.blake2b(digest_size=16)
 
 
 def backend(device: str, chunk_bytes: int | None) -> MemoryBackend[Any]:
@@ -54,7 +54,7 @@ async def serve(arguments: argparse.Namespace) -> int:
         service: MemoryService[Any] = MemoryService(
             memory,
             device=arguments.device,
-            algorithm=digest,
+            algorithm=hasher,
             journal=Journal(Path(f"{arguments.socket}.state")),
             limit_bytes=arguments.memory_limit,
             adopt_seconds=arguments.adopt_timeout_seconds,

@@ -235,7 +235,7 @@ def _kv_map(service: _Service, size_bytes: int) -> dict[str, Any]:
 
 def _hash(pages: Allocation) -> dict[str, Any]:
     """The checksum against a plain copy of the same, mapped and resident, bytes."""
-    from gms.factory import digest
+    from gms.factory import hasher
 
     size = pages.size_bytes
     target = bytearray(size)
@@ -244,7 +244,7 @@ def _hash(pages: Allocation) -> dict[str, Any]:
         place.map(pages.chunks, writable=False)
         source = memoryview(place.buffer()).cast("B")
         hashed, copied = _in_turn(
-            lambda: digest(source),
+            lambda: hasher().update(source),
             lambda: ctypes.memmove(address, place.address, size),
             times=HASHES,
         )

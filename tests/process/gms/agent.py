@@ -16,15 +16,16 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from gms.backends.base import Hasher
 from gms.client import Allocation, GmsClient, GmsError, Lease, LeaseMode, digests_of
 from gms.custody import Custody
 from gms.mapping import Backing, Reservation, device_memory
 from gms.protocol import Digests
 
 
-def algorithm(data: memoryview) -> bytes:
+def algorithm() -> Hasher:
     """What clients hash with where the service cannot: theirs to choose."""
-    return hashlib.blake2b(data, digest_size=16).digest()
+    return hashlib.blake2b(digest_size=16)
 
 
 class Agent:

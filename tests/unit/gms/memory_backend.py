@@ -18,9 +18,17 @@ CHUNK: Final = 64
 SLICE: Final = 32
 
 
-def plain(data: memoryview) -> bytes:
-    """A digest that shows what it is of."""
-    return bytes(data[:8]).ljust(8, b"\0") + len(data).to_bytes(4, "little")
+class Plain:
+    """Its digest shows what it is of."""
+
+    def __init__(self, data: bytes = b"") -> None:
+        self._data = data
+
+    def update(self, data: memoryview) -> None:
+        self._data += data
+
+    def digest(self) -> bytes:
+        return self._data[:8].ljust(8, b"\0") + len(self._data).to_bytes(4, "little")
 
 
 @dataclass(eq=False)
@@ -127,7 +135,9 @@ class FileBackend:
         assert self.readable
         self._enter("digest", pages.tag)
         assert pages in self.alive
-        return algorithm(memoryview(os.pread(pages.fd, length, offset)))
+        hasher = algorithm()
+        hasher.update(memoryview(os.pread(pages.fd, length, offset)))
+        return hasher.digest()
 
     def identify(self, pages: Chunk) -> Identity:
         self._enter("identify", pages.tag)

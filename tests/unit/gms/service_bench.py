@@ -12,7 +12,7 @@ from typing import Final
 
 from gms import integrity, protocol
 from gms.allocations import MAX_CHUNKS
-from gms.backends.base import DeviceError
+from gms.backends.base import DeviceError, Hasher
 from gms.clients import Client
 from gms.journal import Journal
 from gms.manifest import Manifest, Slot
@@ -25,7 +25,11 @@ WEIGHTS: Final = "weights/x"
 _NUMBERS: Final[Iterator[int]] = itertools.count(1)
 
 
-def digest(data: memoryview) -> bytes:
+def hasher() -> Hasher:
+    return hashlib.blake2b(digest_size=8)
+
+
+def digest(data: bytes) -> bytes:
     return hashlib.blake2b(data, digest_size=8).digest()
 
 
@@ -80,7 +84,7 @@ class Life:
         self.service: MemoryService[Chunk] = MemoryService(
             self.backend,
             device="cpu:0",
-            algorithm=digest,
+            algorithm=hasher,
             algorithm_name=algorithm_name,
             journal=None if folder is None else Journal(folder),
             limit_bytes=limit,
@@ -220,7 +224,7 @@ class Engine:
         size = sum(os.fstat(fd).st_size for fd in fds)
         return {
             tag: [
-                digest(memoryview(os.pread(fds[piece.chunk], piece.length, piece.offset)))
+                digest(os.pread(fds[piece.chunk], piece.length, piece.offset))
                 for piece in integrity.pieces(size, CHUNK, described, tag)
             ]
         }

@@ -16,7 +16,7 @@ from gms import libc
 from gms.backends import host
 from gms.backends.available import Available, available
 from gms.backends.base import ForeignPagesError, OutOfMemoryError, StillMappedError
-from gms.backends.host import SPARE_BYTES, SPARE_SHARE, HostBackend, HostPages
+from gms.backends.host import READ_BYTES, SPARE_BYTES, SPARE_SHARE, HostBackend, HostPages
 
 SIZE = 4 * mmap.PAGESIZE
 
@@ -37,7 +37,7 @@ def seals(pages: HostPages) -> int:
     return fcntl.fcntl(pages.fd, fcntl.F_GET_SEALS)
 
 
-def sha(data: memoryview) -> bytes:
+def sha(data: bytes) -> bytes:
     return hashlib.sha256(data).digest()
 
 
@@ -146,14 +146,23 @@ def test_freezing_mapped_pages_is_refused(backend: HostBackend, pages: HostPages
     backend.freeze(pages)
 
 
-def test_a_digest_is_of_the_part_asked_for_and_leaves_no_mapping(backend: HostBackend, pages: HostPages) -> None:
-    data = os.urandom(SIZE)
+@pytest.mark.parametrize("size", [SIZE, 2 * READ_BYTES + mmap.PAGESIZE])
+def test_a_digest_is_of_the_part_asked_for_and_leaves_no_mapping(backend: HostBackend, size: int) -> None:
+    pages = backend.create("w", size)
+    data = os.urandom(size)
     os.pwrite(pages.fd, data, 0)
-    ranges = [(0, SIZE), (0, 1), (1, 1), (mmap.PAGESIZE - 1, 2), (mmap.PAGESIZE, 5), (SIZE - 3, 3), (5, SIZE - 5)]
+    ranges = [(0, size), (0, 0), (0, 1), (1, 1), (mmap.PAGESIZE - 1, 2), (mmap.PAGESIZE, 5), (size - 3, 3)]
+    ranges += [(5, size - 5), (0, min(READ_BYTES, size)), (1, min(READ_BYTES, size - 1))]
     for offset, length in ranges:
-        assert backend.digest(pages, offset, length, sha) == sha(memoryview(data)[offset : offset + length])
+        assert backend.digest(pages, offset, length, hashlib.sha256) == sha(data[offset : offset + length])
     backend.freeze(pages)  # a shared writable mapping left behind would refuse it
-    assert backend.digest(pages, 0, SIZE, sha) == sha(memoryview(data))
+    assert backend.digest(pages, 0, size, hashlib.sha256) == sha(data)
+    backend.destroy(pages)
+
+
+def test_there_is_no_digest_of_what_is_beyond_the_end(backend: HostBackend, pages: HostPages) -> None:
+    with pytest.raises(EOFError, match=f"a chunk of {SIZE} bytes ends at {SIZE}"):
+        backend.digest(pages, 1, SIZE, hashlib.sha256)
 
 
 def test_a_digest_lets_other_threads_run(backend: HostBackend, pages: HostPages) -> None:
@@ -161,12 +170,15 @@ def test_a_digest_lets_other_threads_run(backend: HostBackend, pages: HostPages)
     other = threading.Event()
     thread = threading.Thread(target=other.set)
 
-    def algorithm(data: memoryview) -> bytes:
-        thread.start()
-        assert other.wait(10)
-        return bytes(data[:1])
+    class Waits:
+        def update(self, data: memoryview) -> None:
+            thread.start()
+            assert other.wait(10)
 
-    assert backend.digest(pages, 0, 1, algorithm) == b"\0"
+        def digest(self) -> bytes:
+            return b"done"
+
+    assert backend.digest(pages, 0, 1, Waits) == b"done"
     thread.join()
 
 
@@ -189,7 +201,7 @@ def test_pages_are_taken_back_by_what_the_kernel_says_of_them(backend: HostBacke
     os.close(reader)
     third = backend.share(last, writable=False)
     assert os.read(third, 5) == b"hello"
-    assert backend.digest(last, 0, 5, bytes) == b"hello"
+    assert backend.digest(last, 0, 5, hashlib.sha256) == sha(b"hello")
     backend.freeze(last)
     os.close(third)
     backend.destroy(last)

@@ -7,6 +7,7 @@ import mmap
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 
 import pytest
 
@@ -177,7 +178,7 @@ def test_a_closed_reservation_says_so_and_close_is_idempotent(pages: Pages) -> N
         lambda: range_.map([chunk], writable=False),
         lambda: range_.read(0, 1),
         lambda: range_.write(0, b"x"),
-        lambda: range_.digest(0, 1, bytes),
+        lambda: range_.digest(0, 1, hashlib.sha256),
     ]
     for call in calls:
         with pytest.raises(GmsError) as caught:
@@ -221,22 +222,20 @@ def test_sealed_pages_are_mapped_by_their_writer_on_older_kernels_too(
 
 
 def test_contents_are_read_written_and_hashed_where_memory_is(pages: Pages) -> None:
-    def sha(data: memoryview) -> bytes:
-        return hashlib.sha256(data).digest()
-
     chunks = [pages(1), pages(2)]
     with Reservation(3 * PAGE) as range_:
-        for call in (lambda: range_.read(0, 1), lambda: range_.write(0, b"x"), lambda: range_.digest(0, 1, sha)):
+        digest = partial(range_.digest, 0, 1, hashlib.sha256)
+        for call in (lambda: range_.read(0, 1), lambda: range_.write(0, b"x"), digest):
             with pytest.raises(ValueError, match="are not mapped"):
                 call()
         range_.map(chunks, writable=True)
         range_.write(PAGE - 2, b"abcd")
         assert range_.read(PAGE - 3, 6) == b"\x01abcd\x02"
-        assert range_.digest(PAGE - 3, 6, sha) == hashlib.sha256(b"\x01abcd\x02").digest()
-        assert range_.digest(0, 0, sha) == hashlib.sha256().digest()
+        assert range_.digest(PAGE - 3, 6, hashlib.sha256) == hashlib.sha256(b"\x01abcd\x02").digest()
+        assert range_.digest(0, 0, hashlib.sha256) == hashlib.sha256().digest()
         for offset, length in ((2 * PAGE, 1), (0, 2 * PAGE + 1), (-1, 1), (0, -1)):
             with pytest.raises(ValueError, match="are not mapped"):
-                range_.digest(offset, length, sha)
+                range_.digest(offset, length, hashlib.sha256)
         range_.map(chunks, writable=False)
         with pytest.raises(GmsError, match="read-only") as caught:
             range_.write(0, b"x")

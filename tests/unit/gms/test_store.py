@@ -16,7 +16,7 @@ from gms.events import EventLog
 from gms.integrity import pieces
 from gms.protocol import ErrorCode, GmsError
 from gms.store import PageStore, Surroundings
-from tests.unit.gms.memory_backend import CHUNK, SLICE, Chunk, FileBackend, descriptors, plain, turns
+from tests.unit.gms.memory_backend import CHUNK, SLICE, Chunk, FileBackend, Plain, descriptors, turns
 from tests.unit.gms.service_bench import manifest
 
 LIMIT = 6 * CHUNK
@@ -70,7 +70,7 @@ class Bench:
 def make(backend: FileBackend) -> Bench:
     table: AllocationTable[Chunk] = AllocationTable(LIMIT)
     events, failures = EventLog(), list[DeviceError]()
-    store = PageStore(backend, table, events, algorithm=plain, fail=failures.append)
+    store = PageStore(backend, table, events, algorithm=Plain, fail=failures.append)
     return Bench(backend, table, events, failures, store)
 
 
@@ -491,7 +491,7 @@ async def test_digests_are_of_the_pieces_in_their_order(bench: Bench) -> None:
     whole = b"".join(os.pread(chunk.fd, chunk.size_bytes, 0) for chunk in bench.backend.alive)
     wanted = pieces(entry.size_bytes, CHUNK, described, "p")
     assert len(wanted) == 6
-    assert found == [plain(memoryview(whole)[piece.at : piece.at + piece.length]) for piece in wanted]
+    assert found == [Plain(whole[piece.at : piece.at + piece.length]).digest() for piece in wanted]
 
 
 async def test_others_get_their_turn_between_batches_and_small_pieces_share_one(bench: Bench) -> None:

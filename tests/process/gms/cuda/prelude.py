@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import socket
 import subprocess
@@ -11,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from hashlib import sha256
 from typing import TypeVar
 
 from gms.backends.base import DeviceError, ForeignPagesError, Identity, OutOfMemoryError
@@ -39,6 +39,7 @@ __all__ = [
     "os",
     "raised",
     "sha",
+    "sha256",
     "suppress",
     "sys",
     "threading",
@@ -70,7 +71,7 @@ def raised(kind: type[E], call: Callable[..., object], *arguments: object, **mor
 
 
 def sha(data: bytes | memoryview) -> bytes:
-    return hashlib.sha256(data).digest()
+    return sha256(data).digest()
 
 
 class Maker:

@@ -24,7 +24,7 @@ def test_a_chunk_lives_until_service_and_clients_let_go(run: Run, gpus: FakeGpus
         raised(OutOfMemoryError, backend.create, "w", 4 * G)
         os.close(shared[1])
         backend.destroy(backend.create("w", 4 * G))
-        raised(NotImplementedError, backend.digest, pages, 0, 1, bytes)
+        raised(NotImplementedError, backend.digest, pages, 0, 1, sha256)
         assert descriptors() == before
         """,
         mem=8 << 20,

@@ -184,14 +184,14 @@ def test_a_digest_is_of_what_is_on_the_device(run: Run) -> None:
     run(
         code("""
         with Reservation(4 * G, memory=memory) as range_:
-            raised(ValueError, range_.digest, 0, 1, sha)
+            raised(ValueError, range_.digest, 0, 1, sha256)
             range_.map(chunks, writable=True)
             data = os.urandom(4 * G)
             range_.write(0, data)
             for offset, length in ((0, 4 * G), (1, 5), (2 * G - 1, G + 2), (4 * G - 1, 1), (7, 0)):
-                assert range_.digest(offset, length, sha) == sha(data[offset : offset + length])
+                assert range_.digest(offset, length, sha256) == sha(data[offset : offset + length])
             found = []
-            thread = threading.Thread(target=lambda: found.append(range_.digest(0, G, sha)))
+            thread = threading.Thread(target=lambda: found.append(range_.digest(0, G, sha256)))
             thread.start()
             thread.join()
             assert found == [sha(data[:G])]  # a thread that has no context of its own
@@ -208,7 +208,7 @@ def test_a_copy_keeps_a_second_context_from_being_made(run: Run, gpus: FakeGpus)
         with Reservation(4 * G, memory=memory) as range_:
             range_.map(chunks, writable=True)
             for _ in range(3):
-                range_.read(0, 1); range_.write(0, b"x"); range_.digest(0, 1, bytes)
+                range_.read(0, 1); range_.write(0, b"x"); range_.digest(0, 1, sha256)
         destroy()
         """)
     )
