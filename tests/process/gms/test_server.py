@@ -19,7 +19,7 @@ import pytest
 from gms import fdpass, protocol
 from gms.backends.host import HostBackend
 from gms.client import GmsClient, GmsError, LeaseMode
-from gms.factory import digest
+from gms.factory import hasher
 from gms.pages import receive_allocation
 from gms.protocol import MAX_FDS, MAX_FIRST_FRAME, MAX_FRAME, MAX_MANIFEST
 from gms.server import MAX_CLIENTS, Server
@@ -397,7 +397,7 @@ async def limited(socket_path: Path) -> AsyncIterator[Limited]:
         servers: list[Server] = []
 
         def start(**limits: float) -> MemoryService[Any]:
-            service = MemoryService(HostBackend(), device="cpu:0", algorithm=digest, fail=pytest.fail)
+            service = MemoryService(HostBackend(), device="cpu:0", algorithm=hasher, fail=pytest.fail)
             stack.callback(service.close)
             servers.append(Server(service, **limits))
             servers[-1].start(stack.enter_context(SocketPath(str(socket_path))).listen())
