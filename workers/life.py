@@ -325,7 +325,8 @@ class EngineLife:
     # --- beside it
 
     async def _beat(self) -> None:
-        """Tell the keeper that this loop runs, and how far the engine is."""
+        """Tell the keeper that this loop runs, and how far the engine is; a new role at once, since the keeper has
+        more patience with an engine that initialises."""
         if self._heartbeat_fd is None:
             return
         while True:
@@ -333,7 +334,7 @@ class EngineLife:
                 os.write(self._heartbeat_fd, encode_beat(self._vitals.beat()))
             except BlockingIOError:
                 logger.warning("the keeper does not read this engine's heartbeat")
-            await asyncio.sleep(BEAT_PERIOD_SECONDS)
+            await self._vitals.role_change.wait(timeout_seconds=BEAT_PERIOD_SECONDS)
 
     async def _look_at_neighbours(self) -> None:
         """Learn whether the pod has a spare, for the watch. A neighbour that does not answer is none."""

@@ -39,6 +39,11 @@ SERVICE_GRACE_SECONDS: Final = 2.0
 REAP_SECONDS: Final = 5.0
 _ALIVE: Final = frozenset({ErrorCode.TOO_MANY, ErrorCode.BUSY})
 """Answers of a memory service that has more to do than it can: killing it would help nobody."""
+SERVICE_PROBE_SECONDS: Final = 1.0
+SERVICE_PROBE_FAILURES: Final = 3
+SERVICE_START_SECONDS: Final = 10.0
+"""The memory service answers within milliseconds and starts in half a second; while it hangs no engine can follow
+another, and requests do not wait for ever. What an engine needs to load a model is no measure for it."""
 STDOUT: Final = 1
 FAILED_TO_START: Final = 127
 """The code a shell gives for a command it could not run."""
@@ -231,11 +236,14 @@ class PodSupervisor:
         """Ask one life of a process whether it is alive, until it is not."""
         settings = self._settings
         host = reachable(settings.host)
-        liveness = Liveness(
-            started=started, startup_seconds=settings.startup_timeout_seconds, failures=settings.liveness_failures
+        startup, period, failures = (
+            (SERVICE_START_SECONDS, SERVICE_PROBE_SECONDS, SERVICE_PROBE_FAILURES)
+            if name == SERVICE
+            else (settings.startup_timeout_seconds, settings.liveness_period_seconds, settings.liveness_failures)
         )
+        liveness = Liveness(started=started, startup_seconds=startup, failures=failures)
         while True:
-            await asyncio.sleep(settings.liveness_period_seconds)
+            await asyncio.sleep(period)
             if name == SERVICE:
                 why, seen = await self._ask_service()
             else:
@@ -266,7 +274,7 @@ class PodSupervisor:
         settings = self._settings
 
         def ask() -> None:
-            timeout = settings.liveness_timeout_seconds
+            timeout = SERVICE_PROBE_SECONDS
             with GmsClient.connect(
                 settings.gms_socket,
                 engine="none",

@@ -22,6 +22,8 @@ from workers.probes import Backoff
 RESTART_INITIAL_SECONDS: Final = 1.0
 RESTART_MAXIMUM_SECONDS: Final = 30.0
 RESTART_RESET_SECONDS: Final = 60.0
+SERVICE_RESTART_MAXIMUM_SECONDS: Final = 1.0
+"""Of the memory service: it starts in half a second, and while it is away no engine can be followed by another."""
 """A process that lived this long is restarted at once again."""
 RESTART_SETTLED_SECONDS: Final = 2.0
 """So is one that got this far and was killed, for what ailed it need not be in it. What ends by itself waits."""
@@ -69,7 +71,7 @@ Action = Start | Terminate | Kill | Deadline
 class _Process:
     """What is known about one process over all its lives."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, maximum_seconds: float) -> None:
         self.lives = 0
         self.alive = False
         self.started = 0.0
@@ -77,7 +79,7 @@ class _Process:
         """It ended its first life itself, with a code that says: not with these settings, or not here."""
         self.backoff = Backoff(
             initial_seconds=RESTART_INITIAL_SECONDS,
-            maximum_seconds=RESTART_MAXIMUM_SECONDS,
+            maximum_seconds=maximum_seconds,
             reset_seconds=RESTART_RESET_SECONDS,
         )
 
@@ -101,7 +103,12 @@ class PodPlan:
         self._service_grace = service_grace_seconds
         self._final = _GAVE_UP if kept else frozenset({ExitCode.BAD_CONFIGURATION})
         names = (*((service,) if service else ()), *engines)
-        self._processes = {name: _Process() for name in names}
+        self._processes = {
+            name: _Process(
+                maximum_seconds=SERVICE_RESTART_MAXIMUM_SECONDS if name == service else RESTART_MAXIMUM_SECONDS
+            )
+            for name in names
+        }
         self.phase = Phase.RUNNING
         self.exit_code = ExitCode.DRAINED
 
@@ -144,7 +151,8 @@ class PodPlan:
                 self.exit_code = ExitCode(code)
                 return self._stop_engines()
         lived = now - process.started
-        if code < 0 and lived >= RESTART_SETTLED_SECONDS:
+        ended_by_others = code < 0 or (name == self._service and code == 0)  # by a signal, deadly or not
+        if ended_by_others and lived >= RESTART_SETTLED_SECONDS:
             return [Start(name)]
         delay = process.backoff.died(lived_seconds=lived)
         if code == ExitCode.BAD_CONFIGURATION:

@@ -42,6 +42,7 @@ class Vitals:
         self._kept = kept
         self._machine = RoleMachine(now=time.monotonic())
         self.change = Change()
+        self.role_change = Change()
         self.epoch = 0
         self.promotion: Promotion | None = None
         self.serving: ServingApp | None = None
@@ -68,6 +69,7 @@ class Vitals:
         metrics.record_role(role)
         logger.debug("engine %s is %s", self._settings.engine_id, role)
         self.change.notify()
+        self.role_change.notify()
 
     def fail(self, reason: str) -> None:
         """The engine cannot go on; ``reason`` is a sentence."""

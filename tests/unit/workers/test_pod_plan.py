@@ -25,8 +25,11 @@ def test_all_start_at_once_the_memory_service_first() -> None:
     assert plan(service=None).names == ("a", "b")
 
 
-@pytest.mark.parametrize("name", ["gms", "a"])
-def test_what_dies_is_started_again_at_once_and_then_later_and_later(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("gms", [0.0, *[1.0] * 7]), ("a", [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0])],
+)
+def test_what_dies_is_started_again_at_once_and_then_later_and_later(name: str, expected: list[float]) -> None:
     made = plan()
     delays = []
     for life in range(8):
@@ -35,7 +38,7 @@ def test_what_dies_is_started_again_at_once_and_then_later_and_later(name: str) 
         delays.append(action.delay_seconds)
         assert made.start_due(name)
         made.started(name, now=float(life))
-    assert delays == [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
+    assert delays == expected
     assert made.restarts(name) == 8
 
 
@@ -232,12 +235,20 @@ def test_what_is_killed_again_and_again_comes_back_at_once(name: str) -> None:
         assert pod.exited(name, KILLED, now=now + RESTART_SETTLED_SECONDS) == [Start(name)]
 
 
+def test_a_memory_service_that_is_told_to_end_comes_back_at_once() -> None:
+    pod = plan()
+    for life in range(10):
+        now = life * (RESTART_SETTLED_SECONDS + 0.5)
+        pod.started("gms", now=now)
+        assert pod.exited("gms", 0, now=now + RESTART_SETTLED_SECONDS) == [Start("gms")]
+
+
 def test_what_is_killed_before_it_has_settled_backs_off() -> None:
     pod = plan()
     delays = []
     for life in range(4):
-        pod.started("gms", now=life * 10.0)
-        (start,) = pod.exited("gms", KILLED, now=life * 10.0 + 0.1)
+        pod.started("a", now=life * 10.0)
+        (start,) = pod.exited("a", KILLED, now=life * 10.0 + 0.1)
         assert isinstance(start, Start)
         delays.append(start.delay_seconds)
     assert delays == [0.0, 1.0, 2.0, 4.0]
