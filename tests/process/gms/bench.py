@@ -8,14 +8,15 @@ import os
 import re
 import signal
 import tempfile
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from gms.client import GmsClient, GmsError, PoolStatus
+from tests.process.gms.forkserver import ForkServer
 from tests.process.gms.processes import Process, until
 from tests.support.fakecuda import UUID, FakeGpus
 
@@ -42,6 +43,21 @@ class Device:
     """The folder with the fake driver."""
     pages: str = r"/memfd:gms\S*"
     """What the kernel calls a file with the service's pages, as a pattern. A real GPU's are no files."""
+    server: ForkServer | None = None
+    """Forks its services and clients. Without it they are started anew."""
+
+    @contextmanager
+    def with_server(self) -> Iterator[Device]:
+        """The same device, whose processes are there at once, as long as the block runs."""
+        modules = ["gms.settings", "gms.logs", "gms.factory", "gms.custody", "hashlib", "json"]
+        environment = {}
+        if self.driver is None:
+            modules += ["gms.backends.host"]
+        else:
+            modules += ["gms.backends.cuda", "gms.cuda_mapping", "cuda.bindings.driver"]
+            environment = {"LD_LIBRARY_PATH": library_path(self.driver)}
+        with ForkServer(modules, environment) as server:
+            yield replace(self, server=server)
 
 
 def host() -> Device:
@@ -59,6 +75,11 @@ def cuda(driver: Path) -> Device:
         driver=driver,
         pages=r"/\S+/mem-\d\S*",
     )
+
+
+def library_path(driver: Path) -> str:
+    """For the loader: the fake driver before all else."""
+    return ":".join([str(driver), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])])
 
 
 class Agent:
@@ -178,7 +199,7 @@ class Bench:
         """Another service on the same path, once the one before it is dead. It logs errors only: nobody reads it."""
         arguments = wrap(["-m", "gms", "--socket", str(self.path), "--device", self.device.name, *flags])
         environment = {"HOTSPARE_GMS_LOG_LEVEL": "error"} | self._environment("service", no_context=1, **settings)
-        self.service = Process(arguments, environment, "stderr")
+        self.service = self._process(arguments, environment, "stderr", wrap)
         self._services.append(self.service)
         self.connect("start").close()
         return self.service
@@ -191,7 +212,7 @@ class Bench:
     def rival(self) -> Process:
         """Another service on the same path while the first one lives. Nobody waits for it, and what it says is kept."""
         arguments = ["-m", "gms", "--socket", str(self.path), "--device", self.device.name]
-        self._services.append(Process(arguments, self._environment("rival", no_context=1), "stderr"))
+        self._services.append(self._process(arguments, self._environment("rival", no_context=1), "stderr"))
         return self._services[-1]
 
     def agent(
@@ -208,7 +229,7 @@ class Bench:
         """`device` and `path` where they are not the service's."""
         where = [str(path or self.path), device or self.device.name]
         arguments = wrap(["-m", "tests.process.gms.agent", *where, engine])
-        agent = Agent(Process(arguments, self._environment("agent", **settings)))
+        agent = Agent(self._process(arguments, self._environment("agent", **settings), "stdout", wrap))
         self.agents.append(agent)
         if connect:
             agent.do("connect", pids=list(pids))
@@ -240,7 +261,7 @@ class Bench:
         path = self.folder / f"{device}.sock"
         environment = {"HOTSPARE_GMS_LOG_LEVEL": "error"} | self._environment("service", no_context=1)
         arguments = ["-m", "gms", "--socket", str(path), "--device", device]
-        self._services.append(Process(arguments, environment, "stderr"))
+        self._services.append(self._process(arguments, environment, "stderr"))
         return path
 
     def mapped_by(self, agent: Agent) -> set[int]:
@@ -289,6 +310,10 @@ class Bench:
                 assert not self.gpus.complaints("rival")
                 if not any(process.process.poll() == 1 for process in self._services):  # a failing driver keeps things
                     assert not self.gpus.complaints("service")
+
+    def _process(self, arguments: list[str], environment: dict[str, str], stream: str, wrap: Wrap = list) -> Process:
+        """Of arguments that are wrapped already; a wrapper is a program of its own, which nobody forks."""
+        return Process(arguments, environment, stream, server=self.device.server if wrap is list else None)
 
     def _close_processes(self) -> None:
         for process in [*(agent.process for agent in self.agents), *self._services]:

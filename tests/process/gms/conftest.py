@@ -111,12 +111,20 @@ def eventually() -> Callable[[Callable[[], object], str], None]:
 @pytest.fixture(scope="module", params=["host", "cuda"])
 def device(request: pytest.FixtureRequest) -> Device:
     """What asks for it runs on both."""
-    return benches.host() if request.param == "host" else request.getfixturevalue("gpu")
+    found: Device = request.getfixturevalue("host" if request.param == "host" else "gpu")
+    return found
 
 
 @pytest.fixture(scope="session")
-def gpu(tmp_path_factory: pytest.TempPathFactory) -> Device:
-    return benches.cuda(built_once(tmp_path_factory))
+def host() -> Iterator[Device]:
+    with benches.host().with_server() as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def gpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Device]:
+    with benches.cuda(built_once(tmp_path_factory)).with_server() as made:
+        yield made
 
 
 @pytest.fixture

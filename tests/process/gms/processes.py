@@ -10,6 +10,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
+
+from tests.process.gms.forkserver import Forked, ForkServer
 
 MS = 0.001
 DEADLINE = 10_000 * MS
@@ -26,14 +29,26 @@ def until(condition: Callable[[], object], what: str) -> None:
 class Process:
     """A child whose lines are read with a deadline. Always reaped."""
 
-    def __init__(self, arguments: list[str], environment: dict[str, str] | None = None, stream: str = "stdout") -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE if stream == "stdout" else subprocess.DEVNULL,
-            stderr=subprocess.PIPE if stream == "stderr" else None,
-            env={**os.environ, **(environment or {})},
-        )
+    def __init__(
+        self,
+        arguments: list[str],
+        environment: dict[str, str] | None = None,
+        stream: str = "stdout",
+        *,
+        server: ForkServer | None = None,
+    ) -> None:
+        """Of Python, with `arguments`; or forked by a server, which must have been made for what is to be run."""
+        self.process: subprocess.Popen[bytes] | Forked
+        if server is not None:
+            self.process = _forked(server, arguments, environment, stream)
+        else:
+            self.process = subprocess.Popen(
+                [sys.executable, *arguments],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE if stream == "stdout" else subprocess.DEVNULL,
+                stderr=subprocess.PIPE if stream == "stderr" else None,
+                env={**os.environ, **(environment or {})},
+            )
         pipe = self.process.stdout if stream == "stdout" else self.process.stderr
         assert pipe is not None
         self._pipe = pipe
@@ -91,6 +106,33 @@ class Process:
         for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
             if pipe is not None:
                 pipe.close()
+        if isinstance(self.process, Forked):
+            self.process.close()
+
+
+def _forked(server: ForkServer, arguments: list[str], environment: dict[str, str] | None, stream: str) -> Forked:
+    """With the standard descriptors that a process started anew has here."""
+    dash, *program = arguments
+    assert dash == "-m", arguments
+    with ExitStack() as stack:
+        pipes = {name: os.pipe() for name in ("stdin", stream)}
+        ours = {"stdin": pipes["stdin"][1], stream: pipes[stream][0]}
+        theirs = {"stdin": pipes["stdin"][0], stream: pipes[stream][1]}
+        for fd in theirs.values():
+            stack.callback(os.close, fd)
+        nothing = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+        stack.callback(os.close, nothing)
+        files = {name: open(fd, "wb" if name == "stdin" else "rb") for name, fd in ours.items()}  # noqa: SIM115
+        forked = server.fork(
+            program,
+            {**os.environ, **(environment or {})},
+            stdin=theirs["stdin"],
+            stdout=theirs.get("stdout", nothing),
+            stderr=theirs.get("stderr", 2),
+        )
+    for name, file in files.items():
+        setattr(forked, name, file)
+    return forked
 
 
 def descriptors_of(pid: int | str) -> list[str]:
