@@ -276,7 +276,7 @@ def free_descriptors(service: Process, count: int) -> None:
 
 
 def test_a_service_that_has_no_descriptors_left() -> None:
-    """Nothing dies of it: who is connected is served, who comes is told or waits, and afterwards all is as before. On the
+    """Nothing dies of it: who is connected is served, who comes is told or waits, afterwards all is as before. On the
     host, since the fake driver keeps memory in files and so fails itself."""
     with Bench(benches.host()) as bench, bench.connect() as client:
         service = bench.service
