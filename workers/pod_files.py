@@ -14,6 +14,8 @@ import msgspec
 VERSION: Final = 1
 POD_FILE: Final = "pod.json"
 LOCK_FILE: Final = "pod.lock"
+JOURNAL_SUFFIX: Final = ".sock.state"
+"""Of the folder in which a memory service keeps its journal, beside its socket."""
 
 
 class PodFolderError(Exception):
@@ -81,16 +83,19 @@ class PodFolder:
         os.replace(draft, self._path / POD_FILE)
 
     def clean(self) -> None:
-        """Remove what means something only while the pod runs: pod.json, sockets, locks, folders left empty.
+        """Remove what means something only while the pod runs: pod.json, sockets, locks, a memory service's journal
+        (its pages are gone with all who had them), folders left empty.
 
         Call it when all processes of the pod have ended.
         """
         for at, folders, files in os.walk(self._path, topdown=False):
             here = Path(at)
+            journal = here.name.endswith(JOURNAL_SUFFIX)
             for name in files:
                 entry = here / name
                 with contextlib.suppress(OSError):
-                    if name == POD_FILE or entry.suffix == ".lock" or stat.S_ISSOCK(entry.lstat().st_mode):
+                    known = journal or name == POD_FILE or entry.suffix == ".lock"
+                    if known or stat.S_ISSOCK(entry.lstat().st_mode):
                         entry.unlink()
             for name in folders:
                 with contextlib.suppress(OSError):
