@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Final, NamedTuple, Protocol
@@ -198,19 +197,6 @@ def _map_read_only(address: int, size_bytes: int, fd: int) -> None:
             libc.mmap(address, size_bytes, PROT_READ, MAP_SHARED | MAP_FIXED, reader)
         finally:
             os.close(reader)
-
-
-def device_memory(name: str) -> DeviceMemory:
-    """The memory of "cpu:N" or "cuda:N". Raises GmsError(wrong_device) for another name, DeviceError if there is no
-    such GPU or no driver."""
-    found = re.fullmatch(r"(cpu|cuda):([0-9]{1,4})", name)
-    if found is None:
-        raise GmsError(ErrorCode.WRONG_DEVICE, f"The device {name!r} is unknown; use cpu:N or cuda:N.")
-    if found[1] == "cpu":
-        return HostMemory(name)
-    from gms.cuda_mapping import CudaMemory  # who has no GPU need not have the bindings
-
-    return CudaMemory(int(found[2]))
 
 
 def address_taken(address: int) -> GmsError:

@@ -11,6 +11,7 @@ account of each chunk that is mapped, and so takes back exactly those when a ste
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
@@ -19,7 +20,7 @@ from typing import Final, Self
 
 from gms import libc
 from gms.backends.base import DeviceError, Hash
-from gms.devices import DLPACK_CPU, Chunk, DeviceMemory, HostMemory, device_memory
+from gms.devices import DLPACK_CPU, Chunk, DeviceMemory, HostMemory
 from gms.protocol import ErrorCode, GmsError
 
 __all__ = ["Backing", "Chunk", "DeviceError", "DeviceMemory", "Hash", "HostMemory", "Reservation", "device_memory"]
@@ -186,3 +187,16 @@ class Reservation:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
+
+
+def device_memory(name: str) -> DeviceMemory:
+    """The memory of "cpu:N" or "cuda:N". Raises GmsError(wrong_device) for another name, DeviceError if there is no
+    such GPU or no driver."""
+    found = re.fullmatch(r"(cpu|cuda):([0-9]{1,4})", name)
+    if found is None:
+        raise GmsError(ErrorCode.WRONG_DEVICE, f"The device {name!r} is unknown; use cpu:N or cuda:N.")
+    if found[1] == "cpu":
+        return HostMemory(name)
+    from gms.cuda_mapping import CudaMemory  # who has no GPU need not have the bindings
+
+    return CudaMemory(int(found[2]))

@@ -7,16 +7,17 @@ killed leaves its file behind: a file is a claim, and ``is_running`` holds its p
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import msgspec
 
-from app.cli.claim import GATEWAY_FILE
 from app.cli.errors import CliError
 from workers.exit_codes import ExitCode
 from workers.pod_files import POD_FILE, PodRecord
 
 T = TypeVar("T")
+
+GATEWAY_FILE: Final = "gateway.json"
 
 
 class GatewayFile(msgspec.Struct, frozen=True, kw_only=True):
