@@ -11,7 +11,6 @@ from types import TracebackType
 from typing import Final, Self
 
 from app.cli.errors import CliError
-from app.cli.run_dir import GATEWAY_FILE, is_running, read_gateway
 from workers.exit_codes import ExitCode
 
 LOCK_FILE: Final = "up.lock"
@@ -90,6 +89,7 @@ class RunDirClaim:
 
     def sweep(self, pods: Iterable[str]) -> None:
         """Remove what killed processes left. A pod, or a gateway, that runs after all keeps its files."""
+        from app.cli.run_dir import GATEWAY_FILE, is_running, read_gateway
         from workers.pod_files import PodFolder, PodFolderError
 
         with contextlib.suppress(CliError):

@@ -65,6 +65,15 @@ class Pages:
         return twin
 
 
+@pytest.fixture(scope="module", autouse=True)
+def a_small_heap() -> Iterator[None]:
+    """What other tests left is not looked through at each end."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture
 def pages() -> Iterator[Pages]:
     made = Pages()
