@@ -6,12 +6,14 @@
 * An offer to upgrade is ignored, as RFC 9110 section 7.8 allows. The parser cannot be told so: after a head with an
   offer it takes the message for ended and what follows for another protocol. So such a head is read a second time, by a
   fresh parser and without the offer, and only that second reading starts a request.
+* Relayed requests are served here (``app.direct``), all others by the ASGI application.
 * An endpoint can wait until its answer has left this process, not only its own queue: ``asgi.WRITTEN``.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any, cast
 
@@ -21,6 +23,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.server import ServerState
 
 from app.asgi import WRITTEN
+from app.direct import DirectCycle, DirectEndpoint
 from app.openai.errors import (
     GatewayError,
     head_too_large,
@@ -36,11 +39,14 @@ HEAD_SECONDS = 30.0
 
 
 class ClientConfig(Config):
-    """uvicorn's configuration and ours. Durations in seconds."""
+    """uvicorn's configuration and ours. Durations in seconds. ``direct``: path → what is served without ASGI."""
 
-    def __init__(self, app: Any, *, head_seconds: float, **options: Any) -> None:
+    def __init__(
+        self, app: Any, *, head_seconds: float, direct: Mapping[bytes, DirectEndpoint] | None = None, **options: Any
+    ) -> None:
         super().__init__(app, http=ClientProtocol, **options)
         self.head_seconds = head_seconds
+        self.direct = dict(direct or {})
 
 
 class ClientProtocol(HttpToolsProtocol):
@@ -55,6 +61,9 @@ class ClientProtocol(HttpToolsProtocol):
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self._head_seconds = config.head_seconds if isinstance(config, ClientConfig) else HEAD_SECONDS
+        self._direct = config.direct if isinstance(config, ClientConfig) else {}
+        self._default_headers: list[tuple[bytes, bytes]] | None = None
+        self._default_head = b""
         self._head_timer: asyncio.TimerHandle | None = None
         self._head_open = False
         """A head has begun and has not ended."""
@@ -137,14 +146,69 @@ class ClientProtocol(HttpToolsProtocol):
                 self._error = method_not_allowed("CONNECT", self.url.decode("latin-1"), [])
                 raise self._error
             return
-        super().on_headers_complete()
+        endpoint = self._direct.get(self.url.partition(b"?")[0]) if self.parser.get_method() == b"POST" else None
+        if endpoint is not None:
+            self._serve_directly(endpoint)
+        else:
+            super().on_headers_complete()
+
+    def _serve_directly(self, endpoint: DirectEndpoint) -> None:
+        """What uvicorn does with a request, but with a cycle of ours."""
+        chunks = self.parser.get_http_version() == "1.1"
+        before = cast("RequestResponseCycle | None", self.cycle)
+        cycle = DirectCycle(
+            self,
+            endpoint,
+            target=self.url,
+            headers=self.headers,
+            keep_alive=chunks and self.parser.should_keep_alive(),
+            chunks=chunks,
+            expects_continue=self.expect_100_continue,
+        )
+        self.cycle = cast(RequestResponseCycle, cycle)
+        if before is None or before.response_complete:
+            self._start_asgi_task(self.cycle, self.app)
+        else:
+            self.flow.pause_reading()
+            self.pipeline.appendleft((self.cycle, self.app))
+
+    def default_head(self) -> bytes:
+        """The lines that every answer has."""
+        current = self.server_state.default_headers
+        if current is not self._default_headers:
+            self._default_headers = current
+            self._default_head = b"".join(b"%b: %b\r\n" % header for header in current)
+        return self._default_head
+
+    def on_body(self, body: bytes) -> None:
+        cycle: object = self.cycle
+        if not isinstance(cycle, DirectCycle):
+            super().on_body(body)
+        elif not cycle.response_complete:
+            cycle.feed(body)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        cycle: object = self.cycle
+        if isinstance(cycle, DirectCycle):
+            cycle.pause_writing()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        cycle: object = self.cycle
+        if isinstance(cycle, DirectCycle):
+            cycle.resume_writing()
 
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade():
             return
         self._in_message = False
         self._message_ended = True
-        super().on_message_complete()
+        cycle: object = self.cycle
+        if isinstance(cycle, DirectCycle) and cycle.response_complete:
+            cycle.body_ended()
+        else:
+            super().on_message_complete()
 
     @property
     def _answering(self) -> bool:

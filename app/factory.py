@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 
 from app.admission import AdmissionController
 from app.asgi import Message, Receive, Scope, Send
+from app.direct import DirectEndpoint
 from app.headers import REQUEST_ID, client_request_id
 from app.intake import Intake, RequestIds
 from app.lifecycle import Lifecycle, LifecycleEvent, LifecycleMachine
@@ -52,6 +53,8 @@ class GatewayApp(FastAPI):
 
     gateway: Gateway
     endpoints: Mapping[str, RelayEndpoint]
+    """The relayed routes for any ASGI server; ours has them as ``direct``."""
+    direct: Mapping[bytes, DirectEndpoint]
     ids: RequestIds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -116,6 +119,15 @@ def create_app(settings: GatewaySettings) -> GatewayApp:
             intake,
             body_timeout_seconds=settings.body_timeout_seconds,
             write_timeout_seconds=settings.client_write_timeout_seconds,
+        )
+        for path, route in RELAY_ROUTES.items()
+    }
+    app.direct = {
+        path.encode(): DirectEndpoint(
+            route,
+            intake,
+            body_timeout=settings.body_timeout_seconds,
+            write_timeout=settings.client_write_timeout_seconds,
         )
         for path, route in RELAY_ROUTES.items()
     }

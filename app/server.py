@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from uvicorn import Server
 
 from app.address import Address
-from app.client_protocol import HEAD_SECONDS, ClientConfig
+from app.client_protocol import HEAD_SECONDS, ClientConfig, ClientProtocol
 from app.factory import GatewayApp
 from app.lifecycle import Lifecycle, LifecycleEvent
 from app.openai.errors import drain_overran
@@ -48,6 +48,7 @@ class GatewayServer(Server):
             ClientConfig(
                 app,
                 head_seconds=head_seconds,
+                direct=app.direct,
                 loop="uvloop",
                 ws="none",
                 lifespan="on",
@@ -116,8 +117,15 @@ class GatewayServer(Server):
             except TimeoutError:
                 logger.warning("%d requests did not end", gateway.admission.inflight)
                 self.exit_code = EXIT_OVERRAN
+        await self._until_written()
         gateway.lifecycle.fire(LifecycleEvent.DRAINED)
         self.should_exit = True
+
+    async def _until_written(self) -> None:
+        """Answers that are complete may still be on their way to slow readers; closing does not cut them."""
+        patience = self._gateway.settings.client_write_timeout_seconds
+        connections = [c for c in self.server_state.connections if isinstance(c, ClientProtocol)]
+        await asyncio.gather(*(connection.written(patience) for connection in connections))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await super().shutdown(sockets)

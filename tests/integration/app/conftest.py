@@ -28,6 +28,20 @@ def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> M
     return {"uvloop": uvloop.new_event_loop}
 
 
+class Shell:
+    """Which of the two shells relays: the server's own protocol class ("direct"), or what any ASGI server would run."""
+
+    chosen = "direct"
+
+
+@pytest.fixture(params=["direct", "asgi"], autouse=True)
+def shell(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every test runs through both."""
+    chosen: str = request.param
+    monkeypatch.setattr(Shell, "chosen", chosen)
+    return chosen
+
+
 @dataclass
 class Running:
     """A gateway that serves on a real socket, in this process."""
@@ -87,6 +101,8 @@ async def run_gateway(
     """A gateway over these workers; ready, and with every running worker up, when this returns."""
     addresses = ",".join(worker.address for worker in workers)
     app = create_app(GatewaySettings(workers=addresses, **({"wait_for_worker_seconds": 5} | settings)))
+    if Shell.chosen == "asgi":
+        app.direct = {}
     server = GatewayServer(app, head_seconds=head_seconds)
     listener = bind("127.0.0.1", 0)
     port = listener.getsockname()[1]

@@ -25,6 +25,11 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 
 @pytest.fixture
+def shell() -> None:
+    """Not a matter of the shell."""
+
+
+@pytest.fixture
 def start() -> Iterator[Start]:
     """Starts gateways; kills what is left of them."""
     started: list[subprocess.Popen[str]] = []

@@ -26,6 +26,11 @@ on_both_loops = pytest.mark.parametrize(
 LoopFactory = Callable[[], asyncio.AbstractEventLoop]
 
 
+@pytest.fixture
+def shell() -> None:
+    """Not a matter of the shell."""
+
+
 class Sink:
     """Keeps what it is told."""
 
