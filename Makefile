@@ -36,6 +36,8 @@ test: check ## everything that CI runs: check, then all other tests (ARGS: optio
 gpu: ## on a machine with a GPU: facts, failures and timings of the CUDA path, within 8 minutes (PYTHON=python3)
 # Such a machine may have no network: what is needed is Python 3.11 or later with pytest, msgspec and cuda-bindings, and
 # torch for a part of it. ARGS=--fake-driver runs it without a GPU.
+	@$(PYTHON) -c 'import pytest, msgspec, cuda.bindings' 2>/dev/null || { \
+		echo "make gpu: $(PYTHON) lacks pytest, msgspec or cuda-bindings; install them, or: make setup-test && make gpu PYTHON=.venv/bin/python" >&2; exit 2; }
 	$(PYTHON) -m pytest -c tests/gpu/pytest.ini tests/gpu $(ARGS)
 
 lock: setup-test ## re-create requirements/*.txt (ARGS=--upgrade: with the newest versions)

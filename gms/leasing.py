@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 
 from gms import protocol, reporting
 from gms.allocations import AllocationTable
-from gms.arbiter import Arbiter
+from gms.arbiter import Arbiter, staged
 from gms.clients import Client
 from gms.events import EventLog
 from gms.leases import Action, Drop, Grant, Held, Refuse, Request, fenced
@@ -109,8 +109,18 @@ class Leasing(Generic[P]):
         if lease is not None and not self.arbiter.suspected(client, pool):
             proof = proof or not self._table.entries(pool, lease.generation)
         self.apply(self.arbiter.release(client, pool, proof))
+        if lease is not None and staged(pool):
+            self._charge_readers(pool, lease.generation)
         if proof or not self.arbiter.suspected(client, pool):
             self._ledger.close_lease(client, pool)
+
+    def _charge_readers(self, pool: str, generation: int) -> None:
+        """Pages count for one of those who read them, not for a writer that may be long gone."""
+        found = self.arbiter.pools.get(pool)
+        held = found.held() if found is not None else ()
+        reader = next((lease.client for lease in held if lease.generation == generation), None)
+        if reader is not None and reader in self._clients:
+            self._table.hand_over(pool, generation, self._clients[reader].label)
 
     def inherit(self, client: Client, pool: str) -> None:
         """A process that comes back on a new connection, with all its ranks, may have what its broken one held without

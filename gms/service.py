@@ -263,7 +263,7 @@ class MemoryService(Generic[P]):
             return protocol.Done(), []
         lease = self._leasing.get(client, message.pool)
         for entry in self._table.entries(message.pool, lease.generation):
-            entry.client = client.id
+            entry.client, entry.owner = client.id, client.label
         self._ledger.record(message.pool)
         return self._grant_lease(client, message.pool, lease.mode, lease.generation)
 

@@ -55,3 +55,5 @@ def configure_logging(*, form: Literal["console", "json"], level: str) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
+    for package in _OWN_PACKAGES:  # by their own, since libraries have been seen to raise the root's
+        logging.getLogger(package).setLevel(level.upper())

@@ -89,7 +89,8 @@ def _kill_gms(pod: PodRecord, run_dir: Path) -> str:
     with _pidfd(pod.gms.pid) as pidfd:
         if _listener(run_dir / pod.pod / pod.gms.socket) != pod.gms.pid:
             raise _cannot(
-                f"process {pod.gms.pid} is not the memory service of {pod.pod} any more; nothing was done, try again"
+                f"process {pod.gms.pid} does not serve the memory of {pod.pod} now: it has just begun, or has ended; "
+                "nothing was done, try again"
             )
         return _send(Fault.KILL_GMS, pidfd, f"the memory service of {pod.pod}", pod.gms.pid)
 

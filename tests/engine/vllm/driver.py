@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import ctypes
 import gc
+import logging
 import os
 import signal
 import sys
@@ -43,6 +44,8 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     seconds: float
     threads: int
+    levels: dict[str, int]
+    """Of loggers, by name, as they are after everything was imported; the root's is empty."""
 
 
 class Forked(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -70,11 +73,13 @@ Line = Ready | Forked | Report
 def main() -> None:
     from workers.engines.vllm.preload import preload
 
+    logging.getLogger().setLevel(logging.INFO)
     started = time.monotonic()
     preload(EngineSettings.model_validate_json(sys.argv[1]))
     gc.collect()
     gc.freeze()
-    _say(Ready(seconds=time.monotonic() - started, threads=len(os.listdir("/proc/self/task"))))
+    levels = {name: logging.getLogger(name).getEffectiveLevel() for name in ("", "workers", "gms.custody")}
+    _say(Ready(seconds=time.monotonic() - started, threads=len(os.listdir("/proc/self/task")), levels=levels))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps
     children = []
     for line in sys.stdin:

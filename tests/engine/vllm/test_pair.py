@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import re
 from collections.abc import Iterator
@@ -85,6 +86,10 @@ def anonymous_kib(pid: int) -> int:
 
 def test_the_parent_forks_from_one_thread(driver: Driver) -> None:
     assert driver.ready.threads == 1
+
+
+def test_no_library_silences_us(driver: Driver) -> None:
+    assert set(driver.ready.levels.values()) == {logging.INFO}
 
 
 def test_the_loop_beats_while_an_engine_starts(pair: Pair) -> None:

@@ -87,7 +87,8 @@ def preload(settings: EngineSettings) -> None:
     started = time.monotonic()
     import_all()
     try:
-        _rehearse(settings)
+        with _root_logger_kept():
+            _rehearse(settings)
     except EngineConfigError as error:
         logger.debug("preloading without the model: %s", error)
     compat.die_of_faults()
