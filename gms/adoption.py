@@ -129,22 +129,27 @@ class Adopter(Generic[P]):
     def _restore_weights(self, pool: str, records: list[PoolRecord]) -> None:
         """At most two: what was committed (or condemned), and what was being committed."""
         alive = [record for record in records if self._is_alive(record)]
-        committed = next((record for record in alive if not record.committing), None)
+        committed = next((record for record in alive if not record.committing and not record.corrupt), None)
         returning = next((record for record in alive if record.committing), None)
         if returning is not None and committed is not None and returning.generation == committed.generation:
             returning = None  # the service died just after the commit
-        corrupt = committed is not None and bool(committed.corrupt)
-        if committed is None and returning is None:
+        condemned = {
+            generation: reason
+            for record in records
+            for generation, reason in record.condemned.items()
+            if self._journal.alive(pool, generation)
+        }
+        if committed is None and returning is None and not condemned:
             return
         self._arbiter.restore_weights(
             pool,
-            adopting=committed.generation if committed is not None and not corrupt else 0,
+            adopting=committed.generation if committed is not None else 0,
             returning=returning.generation if returning is not None else 0,
-            corrupt=committed.corrupt if committed is not None else "",
-            condemned=committed.generation if committed is not None and corrupt else 0,
+            corrupt="" if committed is not None else condemned.get(max(condemned, default=0), ""),
+            condemned=condemned,
         )
         for record in (committed, returning):
-            if record is not None and not record.corrupt:
+            if record is not None:
                 self._expect(record)
 
     def _restore_kv(self, record: PoolRecord) -> None:
@@ -161,7 +166,7 @@ class Adopter(Generic[P]):
 
     def _is_alive(self, record: PoolRecord) -> bool:
         """Whether there is something to hand back, or to be told of, and somebody for it."""
-        matters = bool(record.generation and (record.allocations or record.corrupt))
+        matters = bool(record.generation and record.allocations)
         known = record.device_id == self._store.backend.device_id
         return matters and known and self._journal.alive(record.pool, record.generation)
 
@@ -197,8 +202,8 @@ class Adopter(Generic[P]):
             return
         if message.mode is LeaseMode.RW_OR_RO:
             raise GmsError(ErrorCode.NOT_PERMITTED, f"{name} is handed back as ro, or by its writer as rw.")
-        if message.mode is LeaseMode.RO and pool is not None and pool.corrupt:
-            raise GmsError(ErrorCode.CORRUPT, f"{name} is not taken back: {pool.corrupt}.")
+        if pool is not None and (wrong := pool.condemned.get(message.generation)) is not None:
+            raise GmsError(ErrorCode.CORRUPT, f"{name} is not taken back: {wrong}.")
         writing = pool is not None and message.generation != pool.standing and message.generation in pool.awaited
         known = writing if message.mode is LeaseMode.RW else pool is not None and pool.standing == message.generation
         if not known:

@@ -5,6 +5,7 @@ The rules of each kind of pool stand in `staged_pool` and `epoch_pool`; here is 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 from gms.epoch_pool import EpochPool
@@ -31,7 +32,9 @@ class Arbiter:
         """The highest that was ever given out."""
         return self._generations.last
 
-    def restore_weights(self, pool: str, *, adopting: int, returning: int, corrupt: str, condemned: int) -> None:
+    def restore_weights(
+        self, pool: str, *, adopting: int, returning: int, corrupt: str, condemned: Mapping[int, str]
+    ) -> None:
         """What a journal says of weights; see `StagedPool`."""
         self._pools[pool] = StagedPool(
             pool, self._generations, adopting=adopting, returning=returning, corrupt=corrupt, condemned=condemned

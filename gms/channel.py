@@ -100,7 +100,7 @@ class Channel:
     def close(self) -> None:
         if not self._closed:
             self._closed = True
-            self._unread.total -= self._counted
+            self._forget()
             if self._frame_timer is not None:
                 self._frame_timer.cancel()
             self._loop.remove_reader(self._socket)
@@ -143,11 +143,20 @@ class Channel:
             if self._unread.total > self._unread.limit and self._counted > FREE_BYTES:
                 message = "All clients together send more than this service holds; try again on a new connection."
                 self._end(GmsError(ErrorCode.BUSY, message, retryable=True))
+            elif self._reader is None and self._counted > FREE_BYTES:
+                message = "A large frame was sent ahead; wait for each reply."
+                self._end(GmsError(ErrorCode.BAD_MESSAGE, message))
             elif self._decoder.buffered > HEADER_BYTES + self._decoder.max_frame:
                 message = "More than one frame was sent ahead; wait for each reply."
                 self._end(GmsError(ErrorCode.BAD_MESSAGE, message))
             elif self._reader is not None:
                 _resolve(self._reader)
+
+    def _forget(self) -> None:
+        """What is held goes at once: a closed channel may live on for a while, in the traceback of its session."""
+        self._decoder = FrameDecoder(0)
+        self._unread.total -= self._counted
+        self._counted = 0
 
     def _count(self) -> None:
         """After each change of what is held; a frame's time begins with its first byte."""
@@ -171,6 +180,7 @@ class Channel:
     def _end(self, error: GmsError | None) -> None:
         """No more is read. A broken protocol is answered if the session is listening; otherwise it just ends."""
         self._loop.remove_reader(self._socket)
+        self._forget()
         self._error = error
         if error is not None and self._reader is not None and not self._reader.done():
             _resolve(self._reader)

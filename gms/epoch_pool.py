@@ -7,7 +7,8 @@ empty generation, and the old one is an *orphan* until its holder is known to be
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Final
 
 from gms.leases import Action, Cause, Drop, Grant, Held, PoolState, Refuse, Request, already_attached
@@ -22,6 +23,7 @@ class EpochPool:
     """
 
     corrupt: Final = ""
+    condemned: Final[Mapping[int, str]] = MappingProxyType({})
 
     def __init__(
         self, name: str, generations: Iterator[int], *, adopting: int = 0, fence: int = -1, lease_epoch: int = -1

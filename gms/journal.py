@@ -51,7 +51,8 @@ class PoolRecord(Struct, frozen=True, kw_only=True):
     `highest_generation` is that of all pools when this was written.
 
     `committing`: its writer had asked for the commit of this generation; the pool has another record for the one that
-    stood before. `corrupt`: why this generation was given to nobody any more. `processes`: how many stood behind the
+    stood before. `corrupt`: why what was committed is given to nobody any more; `condemned`: all generations
+    that were found wrong, and why. `processes`: how many stood behind the
     holder of a pool that has one. `algorithm`: what the digests are."""
 
     device_id: str
@@ -64,6 +65,7 @@ class PoolRecord(Struct, frozen=True, kw_only=True):
     allocations: list[AllocationRecord]
     committing: bool = False
     corrupt: str = ""
+    condemned: dict[int, str] = {}
     processes: int = 0
     algorithm: str = ""
     format: int = FORMAT
@@ -79,12 +81,8 @@ class Journal:
     this user's alone."""
 
     def __init__(self, folder: Path) -> None:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        found = folder.stat()
-        if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
-            raise PermissionError(13, "it is not this user's alone (0700)", str(folder))
         self._folder = folder
-        self._place = found.st_dev, found.st_ino
+        self._place = _make(folder)
         self._serial = 0
         self._saved: dict[str, PoolRecord] = {}  # by the stem of its files
         self._lingering: set[Path] = set()
@@ -127,12 +125,14 @@ class Journal:
             return False
         return (found.st_dev, found.st_ino) == self._place
 
+    def missing(self) -> list[str]:
+        """Pools whose record was written and is not there any more: it is to be saved again."""
+        gone = [stem for stem in self._saved if not all((self._folder / f"{stem}.{copy}").exists() for copy in _COPIES)]
+        return [self._saved.pop(stem).pool for stem in gone]
+
     def make_anew(self) -> None:
         """Makes the folder again, empty; every record is to be saved again. Raises OSError."""
-        with suppress(FileExistsError):
-            self._folder.mkdir(mode=0o700)
-        found = self._folder.stat()
-        self._place = found.st_dev, found.st_ino
+        self._place = _make(self._folder)
         self._saved.clear()
         self._lingering.clear()
 
@@ -215,6 +215,15 @@ class Journal:
         for path in free:
             _remove(path)
         self._lingering -= free
+
+
+def _make(folder: Path) -> tuple[int, int]:
+    """The folder, made if it is missing; its device and inode. Raises OSError if it is not this user's alone."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.stat()
+    if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        raise PermissionError(13, "it is not this user's alone (0700)", str(folder))
+    return found.st_dev, found.st_ino
 
 
 def _stem(pool: str, *, committing: bool = False) -> str:

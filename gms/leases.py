@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -126,6 +126,11 @@ class Pool(Protocol):
     @property
     def corrupt(self) -> str:
         """Why what was committed is given to nobody any more; empty if all is well."""
+        ...
+
+    @property
+    def condemned(self) -> Mapping[int, str]:
+        """Generations that were found to be wrong, and why."""
         ...
 
     def request(self, request: Request) -> list[Action]: ...

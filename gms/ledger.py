@@ -14,6 +14,7 @@ import msgspec
 
 from gms.allocations import AllocationTable
 from gms.arbiter import Arbiter, staged
+from gms.backends.base import NO_DESCRIPTORS
 from gms.events import EventLog
 from gms.journal import AllocationRecord, Journal, PoolRecord
 from gms.leases import Pool
@@ -64,12 +65,15 @@ class Ledger(Generic[P]):
     def check(self) -> None:
         """To be called now and then: writes what could not be written, and everything if the folder was removed."""
         journal = self._journal
-        if journal is None or (journal.intact and not self._unwritten):
+        if journal is None:
             return
         before = self.problem
+        for key, path in self._leases.items():
+            if not path.exists():
+                self._unlocked[key] = "lease files were removed, and with them the locks of leases that stand"
+        if journal.intact:
+            self._unwritten |= dict.fromkeys(journal.missing(), "its record was removed")
         if not journal.intact:
-            for key in self._leases:
-                self._unlocked[key] = "the state folder was removed, and with it the locks of leases that stand"
             try:
                 journal.make_anew()
             except OSError as error:
@@ -91,13 +95,16 @@ class Ledger(Generic[P]):
         self._write_commit(name, lambda journal: journal.forget(name, committing=True))
 
     def open_lease(self, client: int, pool: str, generation: int, *, processes: int) -> list[int]:
-        """The locked descriptor for a new lease; the caller sends and closes it. Empty if there can be none."""
+        """The locked descriptor for a new lease; the caller sends and closes it. Empty if there can be none. Raises
+        OSError if descriptors are short."""
         if self._journal is None:
             return []
         before = self.problem
         try:
             descriptor, path = self._journal.open_lease(pool, generation)
         except OSError as error:
+            if error.errno in NO_DESCRIPTORS:
+                raise  # a moment's shortage is not worth a lease without a lock
             self._unlocked[client, pool] = str(error)
             self._tell(before)
             return []
@@ -161,6 +168,7 @@ class Ledger(Generic[P]):
             lease_epoch=pool.lease_epoch,
             processes=self._processes.get(name, 0),
             corrupt=pool.corrupt,
+            condemned=dict(pool.condemned),
         )
 
     def _about(self, name: str, generation: int, manifest: bytes, *, committing: bool = False) -> PoolRecord:

@@ -43,6 +43,8 @@ class SocketPath:
             fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not _same_file(self._lock_fd, f"{self.path}.lock"):
                 raise FileNotFoundError(errno.ENOENT, "its lock file was taken away meanwhile; try again")
+            if _answers(self.path):  # though we have the lock: somebody removed its file under a living service
+                raise BlockingIOError(errno.EAGAIN, "a service listens there")
         except OSError as error:
             self._unlock()
             raise self._taken_or_impossible(error) from error
@@ -73,8 +75,6 @@ class SocketPath:
         with suppress(FileNotFoundError):
             if not stat.S_ISSOCK(os.lstat(self.path).st_mode):
                 raise FileExistsError(errno.EEXIST, "something that is no socket is there")
-            if _answers(self.path):  # though we have the lock: somebody removed its file under a living service
-                raise BlockingIOError(errno.EAGAIN, "a service listens there")
             os.unlink(self.path)
 
     def _taken_or_impossible(self, error: OSError) -> StartError:

@@ -12,19 +12,23 @@ would make a second copy.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Final
 
 from gms.leases import Action, Cause, Drop, Grant, Held, PoolState, Refuse, Request, already_attached
 from gms.protocol import ErrorCode, LeaseMode
+
+MAX_CONDEMNED: Final = 16
+"""The newest so many are remembered."""
 
 
 class StagedPool:
     """Weights: one writer, committed generations, many readers.
 
     After a restart `adopting` is the committed generation that its readers are to hand back, `returning` the one whose
-    writer had asked for the commit and is to hand back itself, each 0 for none. `corrupt` and `condemned`: what was
-    committed, and why nobody gets it.
+    writer had asked for the commit and is to hand back itself, each 0 for none. `corrupt`: why nobody gets what was
+    committed; `condemned`: the generations that were found wrong, and why, also those that were replaced since.
     """
 
     epoch: Final = 0
@@ -38,7 +42,7 @@ class StagedPool:
         adopting: int = 0,
         returning: int = 0,
         corrupt: str = "",
-        condemned: int = 0,
+        condemned: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
         self.name = name
         self._generations = generations
@@ -46,7 +50,7 @@ class StagedPool:
         self._returning = returning
         self._committed = 0
         self._corrupt = corrupt
-        self._condemned = condemned
+        self._condemned = dict(condemned)
         self._writer: Held | None = None
         self._readers: dict[int, int] = {}
         self._queue: list[Request] = []
@@ -73,8 +77,12 @@ class StagedPool:
 
     @property
     def recorded(self) -> int:
-        """The condemned one too, if nothing came after it: its readers must still be told."""
-        return self.standing or self._condemned
+        """A condemned one too, if nothing stands: its readers must still be told."""
+        return self.standing or max(self._condemned, default=0)
+
+    @property
+    def condemned(self) -> Mapping[int, str]:
+        return self._condemned
 
     @property
     def awaited(self) -> list[int]:
@@ -86,7 +94,7 @@ class StagedPool:
 
     @property
     def idle(self) -> bool:
-        kept = self._returning or self._queue or self._aborted or self._readers or self._corrupt
+        kept = self._returning or self._queue or self._aborted or self._readers or self._condemned
         return not (self.current or kept)
 
     def request(self, request: Request) -> list[Action]:
@@ -113,8 +121,9 @@ class StagedPool:
         """The writer's generation becomes the committed one and its lease a read lease. The caller checks the lease."""
         if self._writer is None or self._writer.client != client:
             raise ValueError(f"client {client} does not write {self.name}")
-        replaced, self._committed, self._writer = self._committed, self._writer.generation, None
-        self._corrupt, self._condemned = "", 0
+        replaced, self._committed, self._writer = self.standing, self._writer.generation, None
+        self._adopting = 0  # what was still to be handed back is out of date
+        self._corrupt = ""
         unread = replaced and replaced not in self._readers.values()
         self._readers[client] = self._committed
         return ([Drop(self.name, replaced)] if unread else []) + self._grant()
@@ -156,7 +165,8 @@ class StagedPool:
         wrong, self._committed, self._adopting = self.standing, 0, 0
         if not wrong:
             return []
-        self._corrupt, self._condemned = reason, wrong
+        self._corrupt = self._condemned[wrong] = reason
+        self._condemned = dict(sorted(self._condemned.items())[-MAX_CONDEMNED:])
         unread = wrong not in self._readers.values()
         return ([Drop(self.name, wrong)] if unread else []) + self._grant()
 

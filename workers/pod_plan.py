@@ -22,9 +22,9 @@ from workers.probes import Backoff
 RESTART_INITIAL_SECONDS: Final = 1.0
 RESTART_MAXIMUM_SECONDS: Final = 30.0
 RESTART_RESET_SECONDS: Final = 60.0
+"""A process that lived this long is restarted at once again."""
 SERVICE_RESTART_MAXIMUM_SECONDS: Final = 1.0
 """Of the memory service: it starts in half a second, and while it is away no engine can be followed by another."""
-"""A process that lived this long is restarted at once again."""
 RESTART_SETTLED_SECONDS: Final = 2.0
 """So is one that got this far and was killed, for what ailed it need not be in it. What ends by itself waits."""
 

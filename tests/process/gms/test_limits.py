@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from gms.channel import FREE_BYTES, Channel, Unread
-from gms.client import GmsClient
+from gms.client import GmsClient, LeaseMode
 from gms.protocol import ErrorCode, GmsError
 from tests.process.gms.processes import MS, Process, until
 
@@ -65,14 +65,53 @@ async def test_all_together_hold_no_more_than_their_limit() -> None:
             stack.callback(channels[-1].close)
             channels[-1].accept_full_frames()
             peers.append(theirs)
+        readers = [asyncio.create_task(channel.receive()) for channel in channels[:2]]
+        for reader in readers:
+            stack.callback(reader.cancel)
+        await asyncio.sleep(0)
         for peer in peers[:2]:
             await asyncio.to_thread(peer.sendall, BIG + bytes(FREE_BYTES * 5 // 4))
         waiting = asyncio.create_task(received(channels[2]))
+        await asyncio.sleep(0)
         await asyncio.to_thread(peers[2].sendall, BIG + bytes(FREE_BYTES * 5 // 4))
         error = await waiting
         assert (error.code, error.retryable) == (ErrorCode.BUSY, True)
         assert unread.total <= unread.limit + FREE_BYTES * 5 // 4
     assert unread.total == 0
+
+
+async def test_what_a_closed_channel_held_is_gone_at_once() -> None:
+    ours, theirs = socket.socketpair()
+    unread = Unread()
+    channel = Channel(ours, lambda: None, unread=unread)
+    channel.accept_full_frames()
+    theirs.settimeout(10)
+    waiting = asyncio.create_task(channel.receive())
+    await asyncio.to_thread(theirs.sendall, BIG + bytes(1 << 19))
+    async with asyncio.timeout(10):
+        while unread.total < 1 << 19:  # noqa: ASYNC110  # nothing announces it
+            await asyncio.sleep(0)
+    waiting.cancel()
+    channel.close()
+    theirs.close()
+    assert (unread.total, channel._decoder.buffered) == (0, 0)
+
+
+async def test_a_large_frame_sent_ahead_of_a_reply_is_refused() -> None:
+    ours, theirs = socket.socketpair()
+    lost = asyncio.Event()
+    channel = Channel(ours, lost.set)
+    channel.accept_full_frames()
+    theirs.settimeout(10)
+    try:
+        theirs.send(b"\x01\x00\x00\x00a")
+        assert (await channel.receive())[0] == b"a"  # it is being answered from here on
+        await asyncio.to_thread(theirs.sendall, BIG + bytes(2 * FREE_BYTES))
+        await asyncio.wait_for(lost.wait(), 10)
+        assert "sent ahead" in str(await received(channel))
+    finally:
+        channel.close()
+        theirs.close()
 
 
 def test_scrapers_that_say_nothing_take_nothing_from_clients(
@@ -107,9 +146,16 @@ def free_port() -> int:
 
 def test_a_removed_lock_file_does_not_let_a_second_service_in(serve: Any, spawn: Any, socket_path: Path) -> None:
     serve()
+    with GmsClient.connect(socket_path, engine="a", instance="test") as client:
+        client.attach("kv", LeaseMode.RW, epoch=9).release(quiesced=True)
     Path(f"{socket_path}.lock").unlink()
+    folder = Path(f"{socket_path}.state")
+    before = sorted(path.name for path in folder.iterdir())
     second = spawn(["-m", "gms", "--socket", str(socket_path)], stream="stderr")
     assert second.wait() == 2
+    assert sorted(path.name for path in folder.iterdir()) == before != []
     assert "Another memory service is alive" in second.rest()
     with GmsClient.connect(socket_path, engine="a", instance="test") as client:
         assert client.status().clients == 1
+        with pytest.raises(GmsError, match="has seen epoch 9"):
+            client.attach("kv", LeaseMode.RW, epoch=5)

@@ -82,7 +82,7 @@ def rewriting() -> Arbiter:
 def adopting() -> Arbiter:
     """After a restart; 7 was committed."""
     arbiter = Arbiter(after=9)
-    arbiter.restore_weights(WEIGHTS, adopting=7, returning=0, corrupt="", condemned=0)
+    arbiter.restore_weights(WEIGHTS, adopting=7, returning=0, corrupt="", condemned={})
     return arbiter
 
 
@@ -96,14 +96,14 @@ def adopting_awaited() -> Arbiter:
 def returning() -> Arbiter:
     """After a restart; the writer of 7 had asked for its commit."""
     arbiter = Arbiter(after=9)
-    arbiter.restore_weights(WEIGHTS, adopting=0, returning=7, corrupt="", condemned=0)
+    arbiter.restore_weights(WEIGHTS, adopting=0, returning=7, corrupt="", condemned={})
     return arbiter
 
 
 def returning_read() -> Arbiter:
     """The same, and R has handed back 5, which was committed before."""
     arbiter = Arbiter(after=9)
-    arbiter.restore_weights(WEIGHTS, adopting=5, returning=7, corrupt="", condemned=0)
+    arbiter.restore_weights(WEIGHTS, adopting=5, returning=7, corrupt="", condemned={})
     assert arbiter.adopted(WEIGHTS, R) == []
     arbiter.rejoin(R, WEIGHTS)
     return arbiter
@@ -112,7 +112,9 @@ def returning_read() -> Arbiter:
 def condemned_restored() -> Arbiter:
     """After a restart; 7 was condemned, and its readers live."""
     arbiter = Arbiter(after=9)
-    arbiter.restore_weights(WEIGHTS, adopting=0, returning=0, corrupt="a tensor has changed", condemned=7)
+    arbiter.restore_weights(
+        WEIGHTS, adopting=0, returning=0, corrupt="a tensor has changed", condemned={7: "a tensor has changed"}
+    )
     return arbiter
 
 

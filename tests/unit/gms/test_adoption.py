@@ -711,8 +711,11 @@ async def test_what_was_corrupt_is_still_so_for_a_next_service(world: World) -> 
         assert (error.code, "'t64'" in str(error)) == (ErrorCode.CORRUPT, True)
     c = world.engine("c")
     assert (await refused(c.attach(WEIGHTS, RO))).code == ErrorCode.CORRUPT
-    await c.load(0)
-    assert (await refused(a.hand_back(WEIGHTS))).code == ErrorCode.MISMATCH
+    await c.load(0)  # what is wrong stays so for those who have it, however much is written after it
+    assert (await refused(a.hand_back(WEIGHTS))).code == ErrorCode.CORRUPT
+    world.restart(a, b, c)
+    await c.hand_back(WEIGHTS)
+    assert (await refused(b.hand_back(WEIGHTS))).code == ErrorCode.CORRUPT
 
 
 @pytest.mark.parametrize("reached", ["freeze", "digest"])
@@ -830,3 +833,19 @@ async def test_a_journal_that_cannot_be_written_is_told_and_stops_nothing(
     life = world.restart(a)
     await a.hand_back(WEIGHTS)
     assert life.state(WEIGHTS) == "READ"
+
+
+async def test_a_rewrite_is_open_to_readers_though_an_old_one_does_not_come_back(world: World) -> None:
+    """The writer of a second generation comes back from a restart, a reader of the first one hangs."""
+    life, a, _ = await serving_weights(world)
+    c = world.engine("c")
+    await c.attach(WEIGHTS, RW)
+    await c.allocate(WEIGHTS, size=SIZE)
+    life.service._ledger.begin_commit(WEIGHTS, 2, b"")
+    life = world.restart(c)
+    await c.hand_back(WEIGHTS, mode=RW)
+    await c.commit(manifest=b"second")
+    d = world.engine("d")
+    assert (await d.attach(WEIGHTS, ANY)).manifest == b"second"
+    a.connect(life)
+    assert (await refused(a.hand_back(WEIGHTS))).code == ErrorCode.MISMATCH

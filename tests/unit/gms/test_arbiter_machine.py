@@ -170,7 +170,7 @@ class ArbiterMachine(RuleBasedStateMachine):
         if staged(pool):
             if mode is RW and generation != found.standing:
                 self.arbiter.write_on(connection, pool)
-            elif mode is RW or found.corrupt:
+            elif mode is RW or generation in found.condemned:
                 return
             else:
                 if generation in found.awaited:
@@ -243,13 +243,13 @@ class ArbiterMachine(RuleBasedStateMachine):
             writing = next((held.generation for held in pool.held() if held.mode is RW), 0)
             returning = writing if index % 2 else 0  # it had asked for its commit, or had not
             self.unreturned.add((name, returning))
-            condemned = pool.recorded if pool.corrupt and pool.recorded in alive else 0
+            condemned = {wrong: reason for wrong, reason in pool.condemned.items() if wrong in alive}
             if adopting or returning or condemned:
                 self.arbiter.restore_weights(
                     name,
                     adopting=adopting,
                     returning=returning,
-                    corrupt=pool.corrupt if condemned else "",
+                    corrupt=condemned[max(condemned)] if condemned and not adopting else "",
                     condemned=condemned,
                 )
         for process in self.processes:
