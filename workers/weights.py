@@ -35,6 +35,7 @@ class WeightsMemory:
         self.role = "private"
         self._service = service
         self._client: GmsClient | None = None
+        self._dialled: GmsClient | None = None  # by a commit that goes on with another service
         self._lease: Lease | None = None
         self._pages: Allocation | None = None
         self._range: Reservation | None = None
@@ -119,8 +120,10 @@ class WeightsMemory:
     def interrupt(self) -> None:
         """End an ``attach`` or a ``commit`` that waits in another thread with ``closed``: the engine is to end."""
         self._interrupted = True
-        if (client := self._client) is not None and self._custody is None:
-            client.close()
+        if self._custody is None:
+            for client in (self._client, self._dialled):
+                if client is not None:
+                    client.close()
 
     def close(self) -> None:
         """Give everything back. Twice is fine."""
@@ -150,7 +153,10 @@ class WeightsMemory:
 
     def _dial(self) -> GmsClient:
         self._check()
-        return self._service.dial()
+        self._dialled = self._service.dial()
+        if self._interrupted:  # meanwhile
+            self._dialled.close()
+        return self._dialled
 
     def _check(self) -> None:
         if self._interrupted:
