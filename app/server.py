@@ -107,22 +107,22 @@ class GatewayServer(Server):
         gateway = self._gateway
         try:
             async with asyncio.timeout(gateway.settings.drain_timeout_seconds):
-                await gateway.admission.wait_idle()
+                await self._until_idle()
         except TimeoutError:
             cut = gateway.relay.interrupt_all(drain_overran())
             logger.warning("drain time is over: ended %d requests", cut)
             try:
                 async with asyncio.timeout(LAST_WORDS_SECONDS):
-                    await gateway.admission.wait_idle()
+                    await self._until_idle()
             except TimeoutError:
                 logger.warning("%d requests did not end", gateway.admission.inflight)
                 self.exit_code = EXIT_OVERRAN
-        await self._until_written()
         gateway.lifecycle.fire(LifecycleEvent.DRAINED)
         self.should_exit = True
 
-    async def _until_written(self) -> None:
-        """Answers that are complete may still be on their way to slow readers; closing does not cut them."""
+    async def _until_idle(self) -> None:
+        """Nothing is in flight, and answers that are complete have left for their readers, slow ones too."""
+        await self._gateway.admission.wait_idle()
         patience = self._gateway.settings.client_write_timeout_seconds
         connections = [c for c in self.server_state.connections if isinstance(c, ClientProtocol)]
         await asyncio.gather(*(connection.written(patience) for connection in connections))

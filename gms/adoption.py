@@ -309,7 +309,10 @@ class Adopter(Generic[P]):
                 self._give_up(pool, generation, "nobody who held it lives any more")
             elif late:
                 self._give_up(pool, generation, f"nobody handed all of it back within {self._seconds:g} s")
-        if self._arbiter.awaited():
+        awaited = {pool for pool, _ in self._arbiter.awaited()}
+        for pool in self._settled.keys() - awaited - self._conclusions.keys():
+            self._release_waiting(pool)  # a commit, or a newer epoch, made the hand-back out of date
+        if awaited or self._settled:
             self._timer = self._loop.call_later(LOOK_SECONDS, self._look)
 
     def _give_up(self, pool: str, generation: int, reason: str) -> None:

@@ -73,7 +73,7 @@ class Ledger(Generic[P]):
                 self._unlocked[key] = "lease files were removed, and with them the locks of leases that stand"
         if journal.intact:
             self._unwritten |= dict.fromkeys(journal.missing(), "its record was removed")
-        if not journal.intact:
+        else:
             try:
                 journal.make_anew()
             except OSError as error:

@@ -128,7 +128,7 @@ class MemoryService(Generic[P]):
             if self._observer is not None:
                 self._observer.refused(error.code)
             raise
-        granted, fds = self._grant_lease(client, message.pool, grant.mode, grant.generation, mapped=False)
+        granted, fds = self._grant_lease(client, message.pool, grant.mode, grant.generation)
         seconds = self._loop.time() - started
         if self._observer is not None:
             self._observer.attached(message.pool, grant.mode, seconds)
@@ -265,7 +265,7 @@ class MemoryService(Generic[P]):
         for entry in self._table.entries(message.pool, lease.generation):
             entry.client, entry.owner = client.id, client.label
         self._ledger.record(message.pool)
-        return self._grant_lease(client, message.pool, lease.mode, lease.generation, mapped=True)
+        return self._grant_lease(client, message.pool, lease.mode, lease.generation)
 
     async def verify(self, client: Client, message: protocol.Verify) -> protocol.Verified:
         """A reader's own generation, or what is committed; digests are taken from readers only. Raises GmsError:
@@ -333,16 +333,15 @@ class MemoryService(Generic[P]):
         return pages, fds
 
     def _grant_lease(
-        self, client: Client, pool: str, mode: LeaseMode, generation: int, *, mapped: bool
+        self, client: Client, pool: str, mode: LeaseMode, generation: int
     ) -> tuple[protocol.Granted, list[int]]:
-        """`mapped`: the client has the pages already."""
         if mode is LeaseMode.RW:
             self._table.hand_over(pool, generation, client.label)
         granted = self._granted(pool, mode, generation)
         try:
             fds = self._ledger.open_lease(client.id, pool, generation, processes=client.pidfds)
         except OSError as error:
-            self._leasing.end(client.id, pool, proof=not mapped)
+            self._leasing.end(client.id, pool, proof=False)
             what = f"This service is short of descriptors ({error.strerror}); try again."
             raise GmsError(ErrorCode.BUSY, what, retryable=True) from error
         return msgspec.structs.replace(granted, fds=len(fds)), fds

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Final
 
 from tests.gpu.harness import Machine
-from tests.process.gms.bench import Agent, Bench, Device
+from tests.process.gms.bench import Bench, Device
 from tests.process.gms.processes import Process
 
 ON_THE_HOST: Final = {"actor", "client", "serve", "service", "socket_path", "spawn"}
@@ -30,14 +30,6 @@ class GpuBench(Bench):
         self._services.append(self.service)
         self.connect("start").close()
         return self.service
-
-    def holder(self, engine: str, *, pids: Sequence[int] = ()) -> Agent:
-        """An agent that can `keep` what it holds; see `tests.gpu.holder`."""
-        arguments = ["-m", "tests.gpu.holder", str(self.path), self.device.name, engine]
-        holder = Agent(Process(arguments, self._environment("agent")))
-        self.agents.append(holder)
-        holder.do("connect", pids=list(pids))
-        return holder
 
 
 def on_bench(module: ModuleType) -> dict[str, Callable[..., None]]:

@@ -24,7 +24,7 @@ def bench(device: Device) -> Iterator[GpuBench]:
 
 def held_weights(bench: GpuBench, engine: str) -> Agent:
     """Wrote them, or reads what another wrote, and keeps them."""
-    holder = bench.holder(engine)
+    holder = bench.agent(engine)
     if holder.do("attach", pool=POOL, mode="rw_or_ro")["mode"] == "rw":
         holder.do("allocate", pool=POOL, tag="w", size_bytes=5 * bench.device.unit)
         holder.do("map", pool=POOL, tag="w", writable=True)

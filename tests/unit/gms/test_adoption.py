@@ -844,8 +844,12 @@ async def test_a_rewrite_is_open_to_readers_though_an_old_one_does_not_come_back
     life.service._ledger.begin_commit(WEIGHTS, 2, b"")
     life = world.restart(c)
     await c.hand_back(WEIGHTS, mode=RW)
+    a.connect(life)
+    half = asyncio.create_task(a.hand_back(WEIGHTS, parts=[Part("w", 0, 1)]))  # it waits for the other chunk
+    await life.settle()
+    assert not half.done()
     await c.commit(manifest=b"second")
     d = world.engine("d")
     assert (await d.attach(WEIGHTS, ANY)).manifest == b"second"
-    a.connect(life)
-    assert (await refused(a.hand_back(WEIGHTS))).code == ErrorCode.MISMATCH
+    async with asyncio.timeout(10):
+        assert (await refused(half)).code == ErrorCode.MISMATCH
