@@ -46,7 +46,7 @@ def exchange(watches: tuple[FakeSession, FakeSession]) -> Exchange:
 
 
 def chosen(exchange: Exchange) -> str | None:
-    replica = exchange._select()
+    replica = exchange._search.find()
     return None if replica is None else replica.key.worker
 
 
@@ -60,7 +60,7 @@ async def test_what_broke_is_the_last_choice(exchange: Exchange, watches: tuple[
     exchange._broke(replica_of(one), "reset")
     one.say(later=LATER)  # it has outlived the break, and still:
     assert [chosen(exchange) for _ in range(3)] == ["pod-b"] * 3
-    exchange._rest(replica_of(two))
+    exchange._search.unreached(replica_of(two))
     assert chosen(exchange) == "pod-a"
 
 
@@ -82,7 +82,7 @@ async def test_it_rests_like_any_other(exchange: Exchange, watches: tuple[FakeSe
     two.end()
     exchange._broke(replica_of(one), "reset")
     one.say(later=LATER)
-    exchange._rest(replica_of(one))
+    exchange._search.unreached(replica_of(one))
     assert chosen(exchange) is None
 
 
