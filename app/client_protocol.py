@@ -254,6 +254,20 @@ class ClientProtocol(HttpToolsProtocol):
 
     # The answer's way out
 
+    def last_answer(self) -> None:
+        """The connection ends after the answer being made, if its head can still say so. A client that was promised
+        more gets an answer to its next request, too."""
+        cycle = cast("RequestResponseCycle | None", self.cycle)
+        if cycle is not None and not cycle.response_started:
+            cycle.keep_alive = False
+
+    def cut(self) -> bool:
+        """Close at once if something was not yet taken; returns whether that was so."""
+        if self._lost or not self.transport.get_write_buffer_size():
+            return False
+        self.transport.abort()
+        return True
+
     async def written(self, patience: float) -> None:
         """An ``asgi.Written``. Returns too when the connection is gone."""
         await asyncio.sleep(0)  # what fits into the socket is there at the end of this turn of the loop

@@ -41,9 +41,14 @@ class Delivery:
     def events(self, status: int, headers: list[Header], events: bytes) -> None:
         if not self._delivered:
             self._begin_delivery()
+            self._report.streamed = True
             if not self._head_sent:
                 self._send_stream_head(headers)
         self.sent_at = time.monotonic()
+        report = self._report
+        report.events += events.count(b"\n\n")
+        report.bytes += len(events)
+        report.last_event_at = self.sent_at
         self._downstream.send_bytes(events)
 
     def whole(self, status: int, headers: list[Header], body: bytes) -> None:
@@ -62,6 +67,7 @@ class Delivery:
             return
         kept = downstream_headers(headers, request_id=request_id)
         kept.append((b"content-length", b"%d" % len(body)))
+        self._report.bytes = len(body)
         self._send_head(400 if status == 422 else status, kept)
         self._downstream.send_bytes(body)
 
@@ -72,6 +78,7 @@ class Delivery:
                 self._send_head(status, downstream_headers(headers, request_id=self._request.request_id))
         self.sent_at = time.monotonic()
         if data:
+            self._report.bytes += len(data)
             self._downstream.send_bytes(data)
 
     def _begin_delivery(self) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from app.downstream import ClientGone, DownstreamObserver
 from app.intake import Intake
-from app.openai.errors import Header, body_too_large, body_too_slow
+from app.openai.errors import Header, body_too_large
 from app.openai.surface import RelayRoute
 
 if TYPE_CHECKING:
@@ -76,6 +76,7 @@ class DirectCycle:
         self.keep_alive = keep_alive
         self.more_body = True
         self.disconnected = False
+        self.response_started = False
         self.response_complete = False
         self.message_event = self
 
@@ -136,6 +137,7 @@ class DirectCycle:
 
     def send_head(self, status: int, headers: list[Header]) -> None:
         """Held until the first bytes, so that both go out in one write."""
+        self.response_started = True
         lines = [_STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status, self._protocol.default_head()]
         framed = False
         for name, value in headers:
@@ -197,7 +199,8 @@ class DirectCycle:
         if self.more_body and self._body_bytes <= limit:
             if self._expects_continue:
                 self._transport.write(_CONTINUE)
-            await self._until_body(limit)
+            async with self._endpoint.intake.uploads.within(self._endpoint.body_timeout):
+                await self._until_body(limit)
         if self._body_bytes > limit:
             raise body_too_large(limit)
         if self.more_body:
@@ -208,12 +211,9 @@ class DirectCycle:
     async def _until_body(self, limit: int) -> None:
         """Until it is complete, too large, or its client gone."""
         try:
-            async with asyncio.timeout(self._endpoint.body_timeout):
-                while self.more_body and self._body_bytes <= limit and not self.disconnected:
-                    self._waiting = self._protocol.loop.create_future()
-                    await self._waiting
-        except TimeoutError:
-            raise body_too_slow(self._endpoint.body_timeout) from None
+            while self.more_body and self._body_bytes <= limit and not self.disconnected:
+                self._waiting = self._protocol.loop.create_future()
+                await self._waiting
         finally:
             self._waiting = None
 

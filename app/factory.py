@@ -16,9 +16,11 @@ from starlette.exceptions import HTTPException
 from app.admission import AdmissionController
 from app.asgi import Message, Receive, Scope, Send
 from app.direct import DirectEndpoint
+from app.drain import DrainProgress
 from app.headers import REQUEST_ID, client_request_id
 from app.intake import Intake, RequestIds
 from app.lifecycle import Lifecycle, LifecycleEvent, LifecycleMachine
+from app.loop_lag import LoopLag
 from app.metrics import GatewayMetrics
 from app.openai.errors import GatewayError, from_status, internal, method_not_allowed, not_found
 from app.openai.surface import RELAY_ROUTES
@@ -46,6 +48,15 @@ class Gateway:
     admission: AdmissionController
     registry: WorkerRegistry
     relay: Relay
+    intake: Intake
+    metrics: GatewayMetrics
+    drain: DrainProgress
+
+    def interrupt_all(self, error: GatewayError) -> int:
+        """End every admitted request with this error; returns how many there were."""
+        cut = self.intake.uploads.interrupt_all(error) + self.relay.interrupt_all(error)
+        self.metrics.drain_cut(cut)
+        return cut
 
 
 class GatewayApp(FastAPI):
@@ -107,11 +118,21 @@ def create_app(settings: GatewaySettings) -> GatewayApp:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with registry:
+        async with registry, LoopLag(metrics.loop_lag):
             yield
 
     app = GatewayApp(title="Hotspare gateway", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
-    app.gateway = Gateway(settings=settings, lifecycle=lifecycle, admission=admission, registry=registry, relay=relay)
+    drain = DrainProgress()
+    app.gateway = Gateway(
+        settings=settings,
+        lifecycle=lifecycle,
+        admission=admission,
+        registry=registry,
+        relay=relay,
+        intake=intake,
+        metrics=metrics,
+        drain=drain,
+    )
     app.ids = ids
     app.endpoints = {
         path: RelayEndpoint(
@@ -131,10 +152,10 @@ def create_app(settings: GatewaySettings) -> GatewayApp:
         )
         for path, route in RELAY_ROUTES.items()
     }
-    app.include_router(health_router(lifecycle, registry))
+    app.include_router(health_router(lifecycle, registry, drain))
     app.include_router(models_router(registry, created=int(time.time())))
     app.include_router(status_router(lifecycle, admission, registry))
-    app.include_router(metrics_router(metrics, lifecycle, admission, registry))
+    app.include_router(metrics_router(metrics, lifecycle, admission, registry, drain))
     _install_errors(app)
     return app
 

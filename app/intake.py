@@ -24,6 +24,7 @@ from app.openai.errors import GatewayError, Header, body_too_large, internal, in
 from app.openai.surface import RESUME_CONTENT_TYPE, RelayRoute
 from app.relay import Relay
 from app.relayed import RelayRequest, Report
+from app.uploads import Uploads
 
 logger = logging.getLogger("app.access")
 
@@ -108,6 +109,7 @@ class Intake:
         self._metrics = metrics
         self._ids = ids
         self.max_body_bytes = max_body_bytes
+        self.uploads = Uploads()
 
     async def serve(
         self,
@@ -168,7 +170,14 @@ class Intake:
         first = report.first_byte_at - started if report.first_byte_at else None
         status = report.status or CLIENT_CLOSED_REQUEST
         known = report.model if self._relay.registry.knows(report.model) else ""
-        self._metrics.request(route=route.name, model=known, status=status, seconds=seconds, first_byte_seconds=first)
+        self._metrics.request(
+            route=route.name,
+            model=known,
+            status=status,
+            seconds=seconds,
+            first_token_seconds=first if report.streamed else None,
+            inter_token_seconds=report.event_seconds,
+        )
         error = report.error
         if report.retries or report.disconnected or error is not None:
             self._metrics.trouble(

@@ -1,23 +1,66 @@
 """Metrics of the gateway. The only module of ``app`` that knows ``prometheus_client``.
 
 Names start with ``hotspare_``, units are base units, and every label has a bounded set of values: a model counts under
-its own name only if a worker serves it.
+its own name only if a worker serves it. What the process itself uses comes from prometheus_client's own collectors,
+under their usual ``process_`` names.
+
+Where several processes are read as one, counters and histograms add up, and gauges go by ``GAUGE_MERGE``.
 """
 
 from __future__ import annotations
 
 import asyncio
+import platform
 import time
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from types import MappingProxyType
+from typing import Final, Literal
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
+from app.drain import DrainStage
 from app.lifecycle import Lifecycle
 from app.liveness import WorkerState
 from app.registry import WorkerRegistry
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+_TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
+_LAG_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
+
+GAUGE_MERGE: Final[Mapping[str, Literal["sum", "max", "min"]]] = MappingProxyType(
+    {
+        "hotspare_build_info": "max",
+        "hotspare_drain_remaining_seconds": "max",
+        "hotspare_drain_stage": "max",
+        "hotspare_inflight_requests": "sum",
+        "hotspare_lifecycle": "max",
+        "hotspare_waiting_requests": "sum",
+        "hotspare_worker_epoch": "max",
+        "hotspare_worker_routable": "max",
+        "hotspare_worker_state": "max",
+        "process_max_fds": "sum",
+        "process_open_fds": "sum",
+        "process_resident_memory_bytes": "sum",
+        "process_start_time_seconds": "min",
+        "process_virtual_memory_bytes": "sum",
+    }
+)
+"""How the gauges of several processes become one. A lifecycle or worker state that any process is in shows as 1."""
+
+
+class _RequestSeries:
+    """The series that requests of one route, model and status count in, looked up once."""
+
+    __slots__ = ("count", "duration", "inter_token", "ttft")
+
+    def __init__(self, count: Counter, duration: Histogram, ttft: Histogram, inter_token: Histogram) -> None:
+        self.count = count
+        self.duration = duration
+        self.ttft = ttft
+        self.inter_token = inter_token
 
 
 class GatewayMetrics:
@@ -26,6 +69,7 @@ class GatewayMetrics:
     def __init__(self) -> None:
         self.collectors = CollectorRegistry()
         own = self.collectors
+        ProcessCollector(registry=own)
         self._requests = Counter("hotspare_requests", "Requests answered.", ["route", "model", "status"], registry=own)
         self._duration = Histogram(
             "hotspare_request_duration_seconds",
@@ -35,10 +79,17 @@ class GatewayMetrics:
             registry=own,
         )
         self._ttft = Histogram(
-            "hotspare_time_to_first_byte_seconds",
-            "From the request's head to the first event, or to the whole answer if it is not streamed.",
+            "hotspare_time_to_first_token_seconds",
+            "From the request's head to the first event of a streamed answer.",
             ["route"],
             buckets=_SECONDS,
+            registry=own,
+        )
+        self._inter_token = Histogram(
+            "hotspare_inter_token_latency_seconds",
+            "Mean time between the events of a streamed answer, one observation a stream.",
+            ["route"],
+            buckets=_TOKEN_SECONDS,
             registry=own,
         )
         self._retries = Counter(
@@ -61,17 +112,49 @@ class GatewayMetrics:
         )
         self._epoch = Gauge("hotspare_worker_epoch", "Latest promotion heard of.", ["address"], registry=own)
         self._routable = Gauge("hotspare_worker_routable", "Whether new requests go there.", ["address"], registry=own)
-        self._request_children: dict[tuple[str, str, int], Counter] = {}
+        self._drain_remaining = Gauge(
+            "hotspare_drain_remaining_seconds", "Time left to a drain that runs; 0 without one.", registry=own
+        )
+        self._drain_stage = Gauge("hotspare_drain_stage", "1 for the stage of the drain.", ["stage"], registry=own)
+        self._drain_cut = Counter(
+            "hotspare_drain_cut_requests", "Requests ended because the drain's time was over.", registry=own
+        )
+        self._lag = Histogram(
+            "hotspare_event_loop_lag_seconds",
+            "How late a timer of the event loop was, asked four times a second.",
+            buckets=_LAG_SECONDS,
+            registry=own,
+        )
+        build = Gauge("hotspare_build_info", "1, with what runs here.", ["version", "python"], registry=own)
+        build.labels(_version(), platform.python_version()).set(1)
+        self._series: dict[tuple[str, str, int], _RequestSeries] = {}
 
-    def request(self, *, route: str, model: str, status: int, seconds: float, first_byte_seconds: float | None) -> None:
+    def request(
+        self,
+        *,
+        route: str,
+        model: str,
+        status: int,
+        seconds: float,
+        first_token_seconds: float | None,
+        inter_token_seconds: float | None,
+    ) -> None:
+        """``None`` where an answer was not streamed, or had too few events to tell."""
         key = (route, model, status)
-        child = self._request_children.get(key)
-        if child is None:
-            child = self._request_children[key] = self._requests.labels(route, model, str(status))
-        child.inc()
-        self._duration.labels(route).observe(seconds)
-        if first_byte_seconds is not None:
-            self._ttft.labels(route).observe(first_byte_seconds)
+        series = self._series.get(key)
+        if series is None:
+            series = self._series[key] = _RequestSeries(
+                self._requests.labels(route, model, str(status)),
+                self._duration.labels(route),
+                self._ttft.labels(route),
+                self._inter_token.labels(route),
+            )
+        series.count.inc()
+        series.duration.observe(seconds)
+        if first_token_seconds is not None:
+            series.ttft.observe(first_token_seconds)
+            if inter_token_seconds is not None:
+                series.inter_token.observe(inter_token_seconds)
 
     def trouble(self, *, route: str, retries: int, disconnected: bool, error_code: str) -> None:
         if retries:
@@ -81,8 +164,25 @@ class GatewayMetrics:
         if error_code:
             self._errors.labels(route, error_code).inc()
 
-    def look(self, *, lifecycle: Lifecycle, inflight: int, registry: WorkerRegistry) -> None:
+    def loop_lag(self, seconds: float) -> None:
+        self._lag.observe(seconds)
+
+    def drain_cut(self, requests: int) -> None:
+        self._drain_cut.inc(requests)
+
+    def look(
+        self,
+        *,
+        lifecycle: Lifecycle,
+        inflight: int,
+        drain_stage: DrainStage,
+        drain_remaining: float,
+        registry: WorkerRegistry,
+    ) -> None:
         """Take over what is derived elsewhere, just before it is read."""
+        self._drain_remaining.set(drain_remaining)
+        for step in DrainStage:
+            self._drain_stage.labels(step.value).set(step is drain_stage)
         self._inflight.set(inflight)
         self._waiting.set(registry.waiting)
         for stage in Lifecycle:
@@ -102,3 +202,10 @@ class GatewayMetrics:
     async def text(self) -> bytes:
         """The exposition, made in a thread: with many series it takes longer than a loop turn should."""
         return await asyncio.to_thread(generate_latest, self.collectors)
+
+
+def _version() -> str:
+    try:
+        return version("hotspare")
+    except PackageNotFoundError:  # run from a checkout that was never installed
+        return "unknown"

@@ -52,19 +52,23 @@ class Relay:
         self.full = FullReplicas()
         self._exchanges: set[Exchange] = set()
         self._arrivals = 0
+        self._over: GatewayError | None = None
 
     async def run(self, request: RelayRequest, downstream: Downstream, report: Report) -> None:
         """Answer one request. Errors become answers; only bugs and cancellation come out."""
         self._arrivals += 1
         exchange = Exchange(self, request, downstream, report, order=self._arrivals)
         self._exchanges.add(exchange)
+        if self._over is not None:
+            exchange.interrupt(self._over)
         try:
             await exchange.run()
         finally:
             self._exchanges.discard(exchange)
 
     def interrupt_all(self, error: GatewayError) -> int:
-        """End every running exchange with this error; returns how many there were."""
+        """End every exchange with this error, those too that have yet to begin; returns how many were running."""
+        self._over = error
         running = list(self._exchanges)
         for exchange in running:
             exchange.interrupt(error)
@@ -170,7 +174,7 @@ class Exchange:
         self._attempt = attempt
         self._attempt_since = time.monotonic()
         self._report.attempts += 1
-        self._report.worker = replica.key.worker
+        self._report.worker, self._report.epoch = replica.key.worker, replica.key.epoch
         head = b"POST %b HTTP/1.1\r\nhost: %b\r\n" % (request.target, str(replica.address).encode("ascii", "replace"))
         attempt.start(b"".join((head, self._lines, b"\r\n", request.body)), paused=self._paused)
         verdict = await self._wait(attempt.verdict)

@@ -33,7 +33,23 @@ class Report:
     error: GatewayError | None = None
     """What the gateway itself reported, in whatever form."""
     worker: str = ""
+    epoch: int = 0
+    """The promotion of the worker that answered last."""
     attempts: int = 0
     retries: int = 0
+    streamed: bool = False
+    """Whether the answer is an event stream of the worker's."""
     first_byte_at: float = 0.0
+    last_event_at: float = 0.0
+    events: int = 0
+    """Events of a streamed answer, its end marker included."""
+    bytes: int = 0
+    """Of the answer's body, as handed to the client's side."""
     disconnected: bool = False
+
+    @property
+    def event_seconds(self) -> float | None:
+        """Mean time between the events of a streamed answer; ``None`` if there were not two."""
+        if not self.streamed or self.events < 2:
+            return None
+        return max(0.0, self.last_event_at - self.first_byte_at) / (self.events - 1)

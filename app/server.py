@@ -19,9 +19,9 @@ from uvicorn import Server
 
 from app.address import Address
 from app.client_protocol import HEAD_SECONDS, ClientConfig, ClientProtocol
+from app.drain import Drain
 from app.factory import GatewayApp
 from app.lifecycle import Lifecycle, LifecycleEvent
-from app.openai.errors import drain_overran
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +30,6 @@ EXIT_OVERRAN = 70
 BACKLOG = 4096
 KEEP_ALIVE_SECONDS = 75
 """Idle client connections; longer than common proxies keep theirs, so that they close first."""
-LAST_WORDS_SECONDS = 2.0
-"""How long clients have to take the error events that end their streams when the drain's time is over."""
 
 
 class GatewayServer(Server):
@@ -88,8 +86,7 @@ class GatewayServer(Server):
     def _signalled(self, number: int) -> None:
         name = signal.Signals(number).name
         if self._drain is None:
-            logger.info("%s: draining, at most %g s", name, self._gateway.settings.drain_timeout_seconds)
-            self.request_drain()
+            self.request_drain(name)
             return
         logger.warning("%s again: leaving at once", name)
         if self._on_forced_exit is not None:
@@ -97,35 +94,31 @@ class GatewayServer(Server):
         logging.shutdown()
         os._exit(EXIT_OVERRAN)
 
-    def request_drain(self) -> None:
+    def request_drain(self, reason: str = "asked to") -> None:
         """Start to drain. Idempotent; the server ends by itself afterwards."""
         if self._drain is None:
             self._gateway.lifecycle.fire(LifecycleEvent.DRAIN)
-            self._drain = asyncio.get_running_loop().create_task(self._run_drain())
+            self._drain = asyncio.get_running_loop().create_task(self._run_drain(reason))
 
-    async def _run_drain(self) -> None:
+    async def _run_drain(self, reason: str) -> None:
         gateway = self._gateway
+        drain = Drain(
+            gateway.drain,
+            gateway.admission,
+            timeout=gateway.settings.drain_timeout_seconds,
+            write_timeout=gateway.settings.client_write_timeout_seconds,
+            interrupt_all=gateway.interrupt_all,
+            connections=self._connections,
+        )
         try:
-            async with asyncio.timeout(gateway.settings.drain_timeout_seconds):
-                await self._until_idle()
-        except TimeoutError:
-            cut = gateway.relay.interrupt_all(drain_overran())
-            logger.warning("drain time is over: ended %d requests", cut)
-            try:
-                async with asyncio.timeout(LAST_WORDS_SECONDS):
-                    await self._until_idle()
-            except TimeoutError:
-                logger.warning("%d requests did not end", gateway.admission.inflight)
+            if not await drain.run(reason):
                 self.exit_code = EXIT_OVERRAN
-        gateway.lifecycle.fire(LifecycleEvent.DRAINED)
-        self.should_exit = True
+        finally:
+            gateway.lifecycle.fire(LifecycleEvent.DRAINED)
+            self.should_exit = True
 
-    async def _until_idle(self) -> None:
-        """Nothing is in flight, and answers that are complete have left for their readers, slow ones too."""
-        await self._gateway.admission.wait_idle()
-        patience = self._gateway.settings.client_write_timeout_seconds
-        connections = [c for c in self.server_state.connections if isinstance(c, ClientProtocol)]
-        await asyncio.gather(*(connection.written(patience) for connection in connections))
+    def _connections(self) -> list[ClientProtocol]:
+        return [connection for connection in self.server_state.connections if isinstance(connection, ClientProtocol)]
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await super().shutdown(sockets)

@@ -21,6 +21,10 @@ def _addresses(value: object) -> object:
     return parse_addresses(value) if isinstance(value, str) else value
 
 
+def _lower(value: object) -> object:
+    return value.lower() if isinstance(value, str) else value
+
+
 Seconds = Annotated[float, Field(gt=0, le=86400, allow_inf_nan=False)]
 
 
@@ -78,7 +82,7 @@ class GatewaySettings(BaseSettings):
 
     log_format: Literal["console", "json"] = "console"
     """Lines for people, or one JSON object a line."""
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(_lower)] = "info"
     """Least level that is logged."""
     parent_pid: Annotated[int, Field(ge=1)] | None = None
     """Die when this process, the parent, dies. Set by whoever starts us on one machine; unset in a container."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import time
+
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 
+from app.drain import DrainProgress, DrainStage
 from app.lifecycle import Lifecycle, LifecycleMachine
 from app.registry import WorkerRegistry
 
 
-def health_router(lifecycle: LifecycleMachine, registry: WorkerRegistry) -> APIRouter:
+def health_router(lifecycle: LifecycleMachine, registry: WorkerRegistry, drain: DrainProgress) -> APIRouter:
     router = APIRouter()
 
     @router.get("/health")
@@ -17,14 +20,15 @@ def health_router(lifecycle: LifecycleMachine, registry: WorkerRegistry) -> APIR
         """Ready once the first discovery is done. A gateway without a routable worker stays ready: requests can wait
         here, and nowhere else."""
         ready = lifecycle.state is Lifecycle.READY
-        return JSONResponse(
-            {
-                "status": lifecycle.state.value,
-                "workers": len(registry.entries),
-                "routable": len(registry.candidates("")),
-            },
-            status_code=200 if ready else 503,
-        )
+        document: dict[str, object] = {
+            "status": lifecycle.state.value,
+            "workers": len(registry.entries),
+            "routable": len(registry.candidates("")),
+        }
+        if drain.stage is not DrainStage.NONE:
+            left = drain.remaining(time.monotonic())
+            document["drain"] = {"stage": drain.stage.value, "remaining_seconds": round(left, 3)}
+        return JSONResponse(document, status_code=200 if ready else 503)
 
     @router.get("/live")
     async def live() -> JSONResponse:

@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
+import time
+
 from fastapi import APIRouter
 from fastapi.responses import Response
 
 from app.admission import AdmissionController
+from app.drain import DrainProgress
 from app.lifecycle import LifecycleMachine
 from app.metrics import CONTENT_TYPE, GatewayMetrics
 from app.registry import WorkerRegistry
 
 
 def metrics_router(
-    metrics: GatewayMetrics, lifecycle: LifecycleMachine, admission: AdmissionController, registry: WorkerRegistry
+    metrics: GatewayMetrics,
+    lifecycle: LifecycleMachine,
+    admission: AdmissionController,
+    registry: WorkerRegistry,
+    drain: DrainProgress,
 ) -> APIRouter:
     router = APIRouter()
 
     @router.get("/metrics")
     async def read_metrics() -> Response:
-        metrics.look(lifecycle=lifecycle.state, inflight=admission.inflight, registry=registry)
+        metrics.look(
+            lifecycle=lifecycle.state,
+            inflight=admission.inflight,
+            drain_stage=drain.stage,
+            drain_remaining=drain.remaining(time.monotonic()),
+            registry=registry,
+        )
         return Response(await metrics.text(), headers={"content-type": CONTENT_TYPE})
 
     return router

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 
 from fastapi import APIRouter
@@ -10,7 +9,7 @@ from fastapi import APIRouter
 from app.asgi import AsgiDownstream, Receive, Scope, Send
 from app.downstream import ClientGone
 from app.intake import Intake
-from app.openai.errors import body_too_large, body_too_slow, model_not_found
+from app.openai.errors import body_too_large, model_not_found
 from app.openai.surface import RelayRoute
 from app.registry import WorkerRegistry
 
@@ -49,21 +48,18 @@ class RelayEndpoint:
         limit = self._intake.max_body_bytes
         parts: list[bytes] = []
         size = 0
-        try:
-            async with asyncio.timeout(self._body_timeout):
-                while True:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        raise ClientGone
-                    part: bytes = message.get("body", b"")
-                    size += len(part)
-                    if size > limit:
-                        raise body_too_large(limit)
-                    parts.append(part)
-                    if not message.get("more_body", False):
-                        return parts[0] if len(parts) == 1 else b"".join(parts)
-        except TimeoutError:
-            raise body_too_slow(self._body_timeout) from None
+        async with self._intake.uploads.within(self._body_timeout):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGone
+                part: bytes = message.get("body", b"")
+                size += len(part)
+                if size > limit:
+                    raise body_too_large(limit)
+                parts.append(part)
+                if not message.get("more_body", False):
+                    return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 def models_router(registry: WorkerRegistry, *, created: int) -> APIRouter:

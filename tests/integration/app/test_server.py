@@ -206,7 +206,7 @@ async def test_metrics(workers: Any) -> None:
     assert f'hotspare_worker_state{{address="{worker.address}",state="UP"}} 1.0' in text
     assert f'hotspare_worker_epoch{{address="{worker.address}"}} 1.0' in text
     assert 'hotspare_lifecycle{state="ready"} 1.0' in text
-    assert 'hotspare_time_to_first_byte_seconds_count{route="chat"} 1.0' in text
+    assert 'hotspare_time_to_first_token_seconds_count{route="chat"} 1.0' in text
 
 
 async def leave(running: Any, *, stream: bool, worker: Any, read_first: bool) -> float:

@@ -33,6 +33,12 @@ def test_flags_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None
     assert settings.workers == (Address("a", 1), Address("b", 2))
 
 
+def test_a_log_level_in_any_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert read_settings(["--log-level", "Debug"]).log_level == "debug"
+    monkeypatch.setenv("HOTSPARE_LOG_LEVEL", "WARNING")
+    assert read_settings([]).log_level == "warning"
+
+
 def test_the_alias_of_the_drain_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS", "11")
     assert read_settings([]).drain_timeout_seconds == 11

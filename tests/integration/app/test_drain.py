@@ -1,0 +1,226 @@
+"""A drain, sentence by sentence: what is admitted ends properly, what is new is sent away, nobody is kept waiting."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+from typing import Any
+
+import pytest
+
+from app.drain import DrainStage
+from app.lifecycle import Lifecycle
+from tests.integration.app.conftest import Running, read_response, run_gateway
+from tests.integration.app.fake_worker import (
+    DONE,
+    MODEL,
+    STREAM_HEAD,
+    Call,
+    chunk,
+    event,
+    hangs,
+    streams_then_waits,
+)
+
+HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: g\r\ncontent-length: %d\r\n\r\n"
+BODY = json.dumps({"model": MODEL}).encode()
+
+
+async def ends(running: Running, code: int = 0) -> None:
+    async with asyncio.timeout(10):
+        await running.task
+    assert running.server.exit_code == code
+    assert running.gateway.lifecycle.state is Lifecycle.STOPPED
+    assert running.gateway.drain.stage is DrainStage.DONE
+    assert running.gateway.admission.inflight == 0
+
+
+async def test_a_body_that_is_being_sent_is_admitted(workers: Any) -> None:
+    (worker,) = await workers("pod-0")
+    async with run_gateway(worker) as running:
+        reader, writer = await running.raw(HEAD % len(BODY) + BODY[:5])
+        await running.until(lambda: running.gateway.admission.inflight == 1)
+        running.server.request_drain()
+        writer.write(BODY[5:])
+        status, headers, body = await read_response(reader)
+        assert (status, headers["connection"]) == (200, "close")
+        assert json.loads(body)["choices"][0]["message"]["content"] == "from pod-0"
+        await ends(running)
+        assert await reader.read() == b""
+        writer.close()
+
+
+async def test_a_body_that_trickles_does_not_outlast_the_drain(workers: Any) -> None:
+    (worker,) = await workers("pod-0")
+    async with run_gateway(worker, drain_timeout_seconds=0.3) as running:
+        reader, writer = await running.raw(HEAD % len(BODY) + BODY[:5])
+        await running.until(lambda: running.gateway.admission.inflight == 1)
+        running.server.request_drain()
+        status, headers, body = await read_response(reader)
+        assert (status, headers["connection"]) == (503, "close")
+        assert json.loads(body)["error"]["code"] == "draining"
+        await ends(running)
+        assert running.gateway.drain.cut == 1
+        assert worker.calls == []
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "first", "last"),
+    [
+        ("/v1/chat/completions", event("a"), b""),
+        ("/v1/completions", event("a"), b""),
+        ("/v1/responses", b'event: response.created\ndata: {"type":"response.created"}\n\n', b"event: error\n"),
+        ("/v1/messages", b'event: message_start\ndata: {"type":"message_start"}\n\n', b"event: error\n"),
+    ],
+)
+async def test_a_stream_that_is_cut_ends_in_the_form_of_its_route(
+    workers: Any, path: str, first: bytes, last: bytes
+) -> None:
+    (worker,) = await workers("pod-0")
+    worker.will(streams_then_waits(first))
+    async with run_gateway(worker, drain_timeout_seconds=0.2) as running:
+        body = {"model": MODEL, "stream": True}
+        async with running.client.stream("POST", path, json=body) as answer:
+            pieces = answer.aiter_raw()
+            assert await anext(pieces) == first
+            running.server.request_drain()
+            rest = b"".join([piece async for piece in pieces])
+        assert rest.startswith(last + b'data: {"error":{"message":"')
+        assert rest.endswith(b'"code":"draining"}}\n\n' + DONE)
+        await ends(running)
+        assert worker.calls[0].closed.is_set()
+        assert running.gateway.drain.cut == 1
+
+
+async def test_a_client_that_reads_nothing_is_closed_on_and_costs_no_exit_code(
+    workers: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("app.drain.LAST_WORDS_SECONDS", 0.3)
+    (worker,) = await workers("pod-0")
+
+    async def endless(call: Call) -> None:
+        await call.send(STREAM_HEAD)
+        while not call.closed.is_set():
+            await call.send(chunk(b"data: " + b"x" * 100_000 + b"\n\n"))
+
+    worker.will(endless)
+    caplog.set_level(logging.INFO, "app.drain")
+    async with run_gateway(worker, drain_timeout_seconds=0.2) as running:
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.setblocking(False)
+            loop = asyncio.get_running_loop()
+            await loop.sock_connect(client, ("127.0.0.1", running.port))
+            body = json.dumps({"model": MODEL, "stream": True}).encode()
+            await loop.sock_sendall(client, HEAD % len(body) + body)
+            await running.until(lambda: running.gateway.admission.inflight == 1)
+            running.server.request_drain("SIGTERM")
+            await ends(running)
+    said = caplog.messages
+    assert said[0] == "SIGTERM: draining 1 request, at most 0.2 s"
+    assert said[1] == "drain time is over: ended 1 request"
+    assert said[2] == "closed on clients that did not take their answers: 1"
+    assert said[3].startswith("drained in ")
+
+
+async def test_a_connection_that_was_promised_to_stay_is_answered_once_more(workers: Any) -> None:
+    (worker,) = await workers("pod-0")
+    worker.will(streams_then_waits(event("a")), hangs)
+    async with run_gateway(worker) as running:
+        body = json.dumps({"model": MODEL, "stream": True}).encode()
+        reader, writer = await running.raw(HEAD % len(body) + body)
+        await reader.readuntil(b"\n\n")
+        _, other = await running.raw(HEAD % len(BODY) + BODY)
+        await worker.call(1)
+        running.server.request_drain()
+        worker.calls[0].go.set()
+        await reader.readuntil(b"0\r\n\r\n")
+        writer.write(HEAD % len(BODY) + BODY)
+        status, headers, answer = await read_response(reader)
+        assert (status, headers["connection"]) == (503, "close")
+        assert int(headers["retry-after"]) >= 1
+        assert json.loads(answer)["error"]["code"] == "draining"
+        assert await reader.read() == b""
+        worker.calls[1].go.set()
+        await ends(running)
+        writer.close()
+        other.close()
+
+
+async def test_idle_connections_stay_until_the_end_and_new_ones_are_answered(workers: Any) -> None:
+    (worker,) = await workers("pod-0")
+    worker.will(hangs)
+    async with run_gateway(worker) as running:
+        idle_reader, idle = await running.raw(b"GET /live HTTP/1.1\r\nhost: g\r\n\r\n")
+        assert (await read_response(idle_reader))[0] == 200
+        reader, writer = await running.raw(HEAD % len(BODY) + BODY)
+        await worker.call()
+        running.server.request_drain()
+        new_reader, new = await running.raw(HEAD % len(BODY) + BODY)
+        assert (await read_response(new_reader))[0] == 503
+        idle.write(b"GET /live HTTP/1.1\r\nhost: g\r\n\r\n")
+        assert (await read_response(idle_reader))[0] == 200
+        worker.calls[0].go.set()
+        assert (await read_response(reader))[0] == 200
+        await ends(running)
+        assert await idle_reader.read() == b""
+        for each in (idle, writer, new):
+            each.close()
+
+
+async def test_progress_is_in_the_log_in_health_and_in_metrics(
+    workers: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("app.drain.PROGRESS_SECONDS", 0.05)
+    caplog.set_level(logging.INFO, "app.drain")
+    (worker,) = await workers("pod-0")
+    worker.will(hangs, hangs)
+    async with run_gateway(worker, drain_timeout_seconds=30) as running:
+        asked = [asyncio.create_task(running.chat()) for _ in range(2)]
+        await worker.call(1)
+        assert "drain" not in (await running.client.get("/health")).json()
+        running.server.request_drain("SIGINT")
+        await running.until(lambda: any("2 requests left" in said for said in caplog.messages))
+        health = (await running.client.get("/health")).json()
+        assert (health["status"], health["drain"]["stage"]) == ("draining", "waiting")
+        assert 20 < health["drain"]["remaining_seconds"] < 30
+        said = (await running.client.get("/metrics")).text
+        assert 'hotspare_drain_stage{stage="waiting"} 1.0' in said
+        assert 'hotspare_lifecycle{state="draining"} 1.0' in said
+        assert "hotspare_inflight_requests 2.0" in said
+        (remaining,) = [line for line in said.splitlines() if line.startswith("hotspare_drain_remaining_seconds ")]
+        assert 20 < float(remaining.split()[1]) < 30
+        worker.calls[0].go.set()
+        await running.until(lambda: any("1 request left" in said for said in caplog.messages))
+        worker.calls[1].go.set()
+        assert {answer.status_code for answer in await asyncio.gather(*asked)} == {200}
+        await ends(running)
+    assert caplog.messages[0] == "SIGINT: draining 2 requests, at most 30 s"
+
+
+async def test_a_drain_without_time_cuts_at_once(workers: Any) -> None:
+    (worker,) = await workers("pod-0")
+    worker.will(hangs)
+    async with run_gateway(worker, drain_timeout_seconds=0) as running:
+        reader, writer = await running.raw(HEAD % len(BODY) + BODY)
+        await worker.call()
+        running.server.request_drain()
+        assert (await read_response(reader))[0] == 503
+        await ends(running)
+        writer.close()
+
+
+async def test_a_drain_while_the_workers_are_still_unknown(workers: Any) -> None:
+    (worker,) = await workers("pod-0")
+
+    async def never(call: Call) -> None:
+        await call.closed.wait()
+
+    worker.watch_behaviour = never
+    async with run_gateway(worker, wait_until_ready=False, drain_timeout_seconds=5) as running:
+        await running.until(lambda: running.server.started)
+        running.server.request_drain()
+        await ends(running)

@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from app import drain as module
+from app.admission import AdmissionController, InflightToken
+from app.drain import Drain, DrainProgress, DrainStage
+from app.lifecycle import LifecycleMachine
+from app.openai.errors import GatewayError
+from app.uploads import Uploads
+
+
+class FakeConnection:
+    def __init__(self, *, stuck: bool = False) -> None:
+        self.stuck = asyncio.Event()
+        if not stuck:
+            self.stuck.set()
+        self.told = 0
+
+    def last_answer(self) -> None:
+        self.told += 1
+
+    async def written(self, patience: float) -> None:
+        assert patience == 9
+        await self.stuck.wait()
+
+    def cut(self) -> bool:
+        was_stuck = not self.stuck.is_set()
+        self.stuck.set()
+        return was_stuck
+
+
+class Bench:
+    def __init__(self, *, timeout: float, stuck: bool = False) -> None:
+        self.admission = AdmissionController(LifecycleMachine(), limit=9)
+        self.progress = DrainProgress()
+        self.connection = FakeConnection(stuck=stuck)
+        self.interrupted: list[GatewayError] = []
+        self.tokens: list[InflightToken] = []
+        self.obedient = True
+        self.drain = Drain(
+            self.progress,
+            self.admission,
+            timeout=timeout,
+            write_timeout=9,
+            interrupt_all=self.interrupt_all,
+            connections=lambda: [self.connection],
+        )
+
+    def interrupt_all(self, error: GatewayError) -> int:
+        self.interrupted.append(error)
+        assert self.progress.stage is DrainStage.CUTTING
+        if self.obedient:
+            for token in self.tokens:
+                token.release()
+        return len(self.tokens)
+
+
+@pytest.fixture(autouse=True)
+def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LAST_WORDS_SECONDS", 0.05)
+    monkeypatch.setattr(module, "UNWINDING_SECONDS", 0.05)
+
+
+async def test_nothing_in_flight() -> None:
+    bench = Bench(timeout=5)
+    assert bench.progress.stage is DrainStage.NONE
+    assert bench.progress.remaining(0) == 0
+    assert await bench.drain.run("x")
+    assert (bench.progress.stage, bench.progress.cut, bench.interrupted) == (DrainStage.DONE, 0, [])
+    assert bench.connection.told == 1
+
+
+async def test_first_the_requests_and_then_their_readers() -> None:
+    bench = Bench(timeout=5, stuck=True)
+    token = bench.admission.admit()
+    running = asyncio.create_task(bench.drain.run("x"))
+    await asyncio.sleep(0)
+    assert bench.progress.stage is DrainStage.WAITING
+    assert 4 < bench.progress.remaining(bench.progress.deadline - 4.5) < 5
+    token.release()
+    while bench.progress.stage is DrainStage.WAITING:  # noqa: ASYNC110  # a few turns of the loop
+        await asyncio.sleep(0)
+    assert bench.progress.stage is DrainStage.FLUSHING
+    bench.connection.stuck.set()
+    assert await running
+    assert not bench.interrupted
+
+
+async def test_what_is_left_at_the_end_is_told() -> None:
+    bench = Bench(timeout=0.01)
+    bench.tokens = [bench.admission.admit(), bench.admission.admit()]
+    assert await bench.drain.run("x")
+    assert (bench.progress.cut, [error.code for error in bench.interrupted]) == (2, ["draining"])
+
+
+async def test_readers_that_take_nothing_are_closed_on() -> None:
+    bench = Bench(timeout=0.01, stuck=True)
+    assert await bench.drain.run("x")
+    assert bench.connection.stuck.is_set()
+
+
+async def test_a_request_that_does_not_end_is_reported() -> None:
+    bench = Bench(timeout=0.01)
+    bench.tokens = [bench.admission.admit()]
+    bench.obedient = False
+    assert not await bench.drain.run("x")
+    assert bench.progress.stage is DrainStage.DONE
+
+
+async def test_uploads_end_with_the_drain_and_later_ones_never_begin() -> None:
+    uploads = Uploads()
+    forever = asyncio.Event()
+    began = asyncio.Event()
+    error = GatewayError(503, "draining", "x", type="server_error", fault="internal", retryable=True)
+
+    async def upload(seconds: float) -> None:
+        async with uploads.within(seconds):
+            began.set()
+            await forever.wait()
+
+    running = asyncio.create_task(upload(60))
+    await began.wait()
+    assert uploads.interrupt_all(error) == 1
+    for attempt in (running, upload(60)):
+        with pytest.raises(GatewayError) as caught:
+            await attempt
+        assert caught.value is error
+    assert uploads.interrupt_all(error) == 0
+
+
+async def test_an_upload_that_is_too_slow() -> None:
+    uploads = Uploads()
+    with pytest.raises(GatewayError) as caught:
+        async with uploads.within(0.01):
+            await asyncio.Event().wait()
+    assert caught.value.code == "request_timeout"
+    async with uploads.within(5):
+        pass
