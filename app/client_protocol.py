@@ -1,8 +1,10 @@
 """A client's connection: uvicorn's protocol, and what it leaves open.
 
 * Its own errors have the envelope of all others.
-* A request's head is bounded, in size and in time; the body's bounds are the endpoint's.
-* A transfer coding other than chunked alone is refused: the parser undoes no other one, nor would a worker.
+* A request's head is bounded, in size and in time, and so is what stands between the parts of a body; the body's bounds
+  are the endpoint's. What else a head must be: ``app.request_head``. Trailers are read and dropped: what has been
+  checked stays what it was.
+* Bytes that are no request are answered at once, in the middle of a body too, and end the connection.
 * An offer to upgrade is ignored, as RFC 9110 section 7.8 allows. The parser cannot be told so: after a head with an
   offer it takes the message for ended and what follows for another protocol. So such a head is read a second time, by a
   fresh parser and without the offer, and only that second reading starts a request.
@@ -23,17 +25,17 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.server import ServerState
 
 from app.asgi import WRITTEN
-from app.direct import DirectCycle, DirectEndpoint
-from app.openai.errors import (
-    GatewayError,
-    head_too_large,
-    head_too_slow,
-    malformed_request,
-    method_not_allowed,
-    unknown_transfer_encoding,
-)
+from app.direct import LINGER_SECONDS, DirectCycle, DirectEndpoint
+from app.headers import client_request_id
+from app.intake import RequestIds
+from app.openai.errors import GatewayError, Header, head_too_large, head_too_slow, malformed_request, method_not_allowed
+from app.request_head import LOOKED_AT, check_fields, check_target
 
 MAX_HEAD_BYTES = 64 * 1024
+MAX_FRAMING_BYTES = 16 * 1024
+"""Of a body's trailers, or of one chunk's extensions."""
+MAX_PIPELINED = 64
+"""Requests of one connection that wait for the answer to an earlier one."""
 HEAD_SECONDS = 30.0
 """How long a client may take to send a request's head, counted from its connection or from the head's first byte."""
 
@@ -42,11 +44,18 @@ class ClientConfig(Config):
     """uvicorn's configuration and ours. Durations in seconds. ``direct``: path → what is served without ASGI."""
 
     def __init__(
-        self, app: Any, *, head_seconds: float, direct: Mapping[bytes, DirectEndpoint] | None = None, **options: Any
+        self,
+        app: Any,
+        *,
+        head_seconds: float,
+        direct: Mapping[bytes, DirectEndpoint] | None = None,
+        ids: RequestIds | None = None,
+        **options: Any,
     ) -> None:
         super().__init__(app, http=ClientProtocol, **options)
         self.head_seconds = head_seconds
         self.direct = dict(direct or {})
+        self.ids = ids or RequestIds()
 
 
 class ClientProtocol(HttpToolsProtocol):
@@ -60,16 +69,28 @@ class ClientProtocol(HttpToolsProtocol):
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
-        self._head_seconds = config.head_seconds if isinstance(config, ClientConfig) else HEAD_SECONDS
-        self._direct = config.direct if isinstance(config, ClientConfig) else {}
+        if not isinstance(config, ClientConfig):
+            raise TypeError("this protocol needs a ClientConfig")
+        self._head_seconds = config.head_seconds
+        self._direct = config.direct
+        self._ids = config.ids
         self._default_headers: list[tuple[bytes, bytes]] | None = None
         self._default_head = b""
         self._head_timer: asyncio.TimerHandle | None = None
         self._head_open = False
         """A head has begun and has not ended."""
         self._head_bytes = 0
+        """Of what was read while the head was open."""
+        self._fields_bytes = 0
+        self._looked_at: list[Header] = []
+        self._good: tuple[str, list[Header]] = ("", [])
+        """Version and fields of the last head that was as it must be and expected nothing."""
+        self._framing_bytes = 0
+        """Read in the middle of a body, without a byte of it."""
         self._in_message = False
         self._message_ended = False
+        """In the current read."""
+        self._body_came = False
         """In the current read."""
         self._error: GatewayError | None = None
         """What is wrong with what the parser is reading, if we know better than the parser."""
@@ -90,12 +111,12 @@ class ClientProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._refused:
             return
-        self._message_ended = False
+        self._message_ended = self._body_came = False
         self._unset_keepalive_if_required()
         try:
             self._feed(data)
-        except httptools.HttpParserError:
-            self._refuse(self._error or malformed_request())
+        except httptools.HttpParserError as error:
+            self._refuse(self._error or malformed_request(_reason(error)))
         self._after_read(len(data))
 
     def _feed(self, data: bytes) -> None:
@@ -122,35 +143,67 @@ class ClientProtocol(HttpToolsProtocol):
             if self._head_bytes > MAX_HEAD_BYTES:
                 self._refuse(head_too_large(MAX_HEAD_BYTES))
                 return
+        elif self._in_message and not self._head_open:
+            self._framing_bytes = 0 if self._body_came else self._framing_bytes + size
+            if self._framing_bytes > MAX_FRAMING_BYTES:
+                self._refuse(malformed_request(f"more than {MAX_FRAMING_BYTES} bytes between the parts of a body"))
+                return
         if self._head_timer is None and (self._head_open or self._idle):
             self._arm()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._in_message = self._head_open = True
-        self._head_bytes = 0
+        self._head_bytes = self._fields_bytes = self._framing_bytes = 0
+        self._looked_at = []
         self.scope["extensions"] = {WRITTEN: {"wait": self.written}}
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._head_open:
+            return  # a trailer
+        name = name.lower()
+        self._fields_bytes += len(name) + len(value)
+        if name in LOOKED_AT:
+            self._looked_at.append((name, value))
+        self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
         self._head_open = False
         self._disarm()
-        if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > MAX_HEAD_BYTES:
-            self._error = head_too_large(MAX_HEAD_BYTES)
-            raise self._error  # the parser stops, and feeding it raises
-        codings = [value for name, value in self.headers if name == b"transfer-encoding"]
-        if codings and [value.strip().lower() for value in codings] != [b"chunked"]:
-            self._error = unknown_transfer_encoding(b", ".join(codings).decode("latin-1"))
-            raise self._error
+        try:
+            endpoint = self._check_head()
+        except GatewayError as error:
+            self._error = error
+            raise  # the parser stops, and feeding it raises
         if self.parser.should_upgrade():
-            if self.parser.get_method() == b"CONNECT":  # always an upgrade, to the parser
-                self._error = method_not_allowed("CONNECT", self.url.decode("latin-1"), [])
-                raise self._error
             return
-        endpoint = self._direct.get(self.url.partition(b"?")[0]) if self.parser.get_method() == b"POST" else None
+        if len(self.pipeline) >= MAX_PIPELINED:
+            self._error = malformed_request(f"more than {MAX_PIPELINED} requests wait for their turn")
+            raise self._error  # never said: the answers before it go out, and then the connection ends
         if endpoint is not None:
             self._serve_directly(endpoint)
         else:
             super().on_headers_complete()
+
+    def _check_head(self) -> DirectEndpoint | None:
+        """Who serves this head's request without ASGI, if any does."""
+        if len(self.url) + self._fields_bytes > MAX_HEAD_BYTES:
+            raise head_too_large(MAX_HEAD_BYTES)
+        parser, target = self.parser, self.url
+        method: bytes = parser.get_method()
+        head = (parser.get_http_version(), self._looked_at)
+        if head != self._good:
+            self.expect_100_continue = check_fields(*head)
+            if not self.expect_100_continue:
+                self._good = head
+        if method == b"CONNECT":  # always an upgrade, to the parser
+            raise method_not_allowed("CONNECT", target.decode("latin-1"), [])
+        endpoint = self._direct.get(target) if method == b"POST" else None
+        if endpoint is None:
+            check_target(method, target)
+            if method == b"POST" and b"?" in target:
+                return self._direct.get(target.partition(b"?")[0])
+        return endpoint
 
     def _serve_directly(self, endpoint: DirectEndpoint) -> None:
         """What uvicorn does with a request, but with a cycle of ours."""
@@ -181,6 +234,7 @@ class ClientProtocol(HttpToolsProtocol):
         return self._default_head
 
     def on_body(self, body: bytes) -> None:
+        self._body_came = True
         cycle: object = self.cycle
         if not isinstance(cycle, DirectCycle):
             super().on_body(body)
@@ -242,15 +296,47 @@ class ClientProtocol(HttpToolsProtocol):
         """Answer and close. Within the answer to an earlier request nothing can be said: close after that one."""
         self._refused = True
         self._disarm()
-        if self._answering:
+        cycle: object = self.cycle
+        if not self._answering:
+            self._say(error)
+        elif not self.cycle.more_body:
             self.cycle.keep_alive = False
-            return
+        elif isinstance(cycle, DirectCycle):
+            cycle.refuse_body(error)
+        elif self.pipeline or self.cycle.response_started:
+            self.cycle.keep_alive = False
+        else:  # the application waits for the rest of the body: to it, the client has left
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+            self._say(error)
+
+    def _say(self, error: GatewayError) -> None:
         body = error.body
+        request_id = client_request_id(self.headers or ()) or self._ids.new()
+        lines = b"".join(b"%b: %b\r\n" % header for header in error.headers if header[0] != b"connection")
         self.transport.write(
-            b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n"
-            b"x-request-id: none\r\n\r\n%b" % (error.status, HTTPStatus(error.status).phrase.encode(), len(body), body)
+            b"HTTP/1.1 %d %b\r\n%b%bcontent-type: application/json\r\ncontent-length: %d\r\nx-request-id: %b\r\n"
+            b"connection: close\r\n\r\n%b"
+            % (
+                error.status,
+                HTTPStatus(error.status).phrase.encode(),
+                self.default_head(),
+                lines,
+                len(body),
+                request_id,
+                body,
+            )
         )
-        self.transport.close()
+        self.close_slowly()
+
+    def close_slowly(self) -> None:
+        """End what we send, and read on for a moment: closing while bytes arrive could take the answer away from the
+        client (RFC 9112, section 9.6)."""
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+            self.loop.call_later(LINGER_SECONDS, self.transport.close)
+        else:
+            self.transport.close()
 
     # The answer's way out
 
@@ -289,3 +375,8 @@ class ClientProtocol(HttpToolsProtocol):
         finally:
             if not self._lost:
                 self.transport.set_write_buffer_limits()
+
+
+def _reason(error: Exception) -> str:
+    """What the parser says, where that is a sentence about bytes and not the bytes themselves."""
+    return str(error).replace("`", "") if type(error) is httptools.HttpParserError else ""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from app.downstream import ClientGone, DownstreamObserver
 from app.intake import Intake
-from app.openai.errors import Header, body_too_large
+from app.openai.errors import GatewayError, Header, body_too_large
 from app.openai.surface import RelayRoute
 
 if TYPE_CHECKING:
@@ -66,6 +66,7 @@ class DirectCycle:
         self._expects_continue = expects_continue
         self._body: list[bytes] = []
         self._body_bytes = 0
+        self._body_error: GatewayError | None = None
         self._waiting: asyncio.Future[None] | None = None
         self._observer: DownstreamObserver | None = None
         self._head = b""
@@ -106,6 +107,11 @@ class DirectCycle:
         else:
             self._body.clear()
             self._wake()
+
+    def refuse_body(self, error: GatewayError) -> None:
+        """What follows is not the rest of the body."""
+        self._body_error = error
+        self._wake()
 
     def set(self) -> None:
         """As an event: the body is complete, or the client is gone."""
@@ -196,13 +202,15 @@ class DirectCycle:
 
     async def _read_body(self) -> bytes:
         limit = self._endpoint.intake.max_body_bytes
-        if self.more_body and self._body_bytes <= limit:
+        if self.more_body and self._body_bytes <= limit and self._body_error is None:
             if self._expects_continue:
                 self._transport.write(_CONTINUE)
             async with self._endpoint.intake.uploads.within(self._endpoint.body_timeout):
                 await self._until_body(limit)
         if self._body_bytes > limit:
             raise body_too_large(limit)
+        if self._body_error is not None:
+            raise self._body_error
         if self.more_body:
             raise ClientGone
         body, self._body = self._body, []
@@ -211,7 +219,7 @@ class DirectCycle:
     async def _until_body(self, limit: int) -> None:
         """Until it is complete, too large, or its client gone."""
         try:
-            while self.more_body and self._body_bytes <= limit and not self.disconnected:
+            while self.more_body and self._body_bytes <= limit and not (self.disconnected or self._body_error):
                 self._waiting = self._protocol.loop.create_future()
                 await self._waiting
         finally:
@@ -224,9 +232,8 @@ class DirectCycle:
     def _close(self) -> None:
         if not self.more_body:
             self._transport.close()
-        elif self._transport.can_write_eof():
-            self._transport.write_eof()
-            self._protocol.loop.call_later(LINGER_SECONDS, self._transport.close)
+        else:
+            self._protocol.close_slowly()
 
     # A slow client
 

@@ -58,10 +58,10 @@ def client_request_id(headers: Iterable[Header]) -> bytes | None:
 
 
 def _named_by_connection(headers: Iterable[Header]) -> frozenset[bytes]:
-    value = find(headers, b"connection")
-    if value is None or value.lower() in (b"keep-alive", b"close"):
+    values = [value for name, value in headers if name == b"connection"]
+    if not values or (len(values) == 1 and values[0].lower() in (b"keep-alive", b"close")):
         return frozenset()
-    return frozenset(token.strip().lower() for token in value.split(b","))
+    return frozenset(token.strip().lower() for value in values for token in value.split(b","))
 
 
 def upstream_headers(headers: Sequence[Header], *, length: int, client_id: bytes, gateway_id: bytes) -> bytes:

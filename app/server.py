@@ -47,6 +47,7 @@ class GatewayServer(Server):
                 app,
                 head_seconds=head_seconds,
                 direct=app.direct,
+                ids=app.ids,
                 loop="uvloop",
                 ws="none",
                 lifespan="on",

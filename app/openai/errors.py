@@ -230,11 +230,34 @@ def method_not_allowed(method: str, path: str, allowed: Sequence[str]) -> Gatewa
     )
 
 
-def malformed_request() -> GatewayError:
+def malformed_request(reason: str = "") -> GatewayError:
+    said = f": {reason}." if reason else "."
     return GatewayError(
         400,
         "malformed_request",
-        "The bytes received are not an HTTP/1.1 request.",
+        f"The bytes received are not an HTTP/1.1 request{said}",
+        type="invalid_request_error",
+        fault="client",
+        headers=((b"connection", b"close"),),
+    )
+
+
+def unsupported_version(given: str) -> GatewayError:
+    return GatewayError(
+        505,
+        "unsupported_http_version",
+        f"HTTP/{given[:10]} is not spoken here; use HTTP/1.1.",
+        type="invalid_request_error",
+        fault="client",
+        headers=((b"connection", b"close"),),
+    )
+
+
+def expectation_failed(given: str) -> GatewayError:
+    return GatewayError(
+        417,
+        "expectation_failed",
+        f"The expectation {given[:100]!r} cannot be met here; only 100-continue can.",
         type="invalid_request_error",
         fault="client",
         headers=((b"connection", b"close"),),

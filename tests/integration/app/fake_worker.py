@@ -277,7 +277,7 @@ class FakeWorker:
             writer.transport.abort()
 
     async def _one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        raw = (await reader.readuntil(b"\r\n\r\n")).decode()
+        raw = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
         first, *lines = raw.split("\r\n")
         method, target, _ = first.split(" ")
         headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines if line)}

@@ -76,6 +76,9 @@ def test_any_object(document: dict[str, object], model: str, stream: bool) -> No
         ([], None),
         ([(b"content-length", b"100")], None),
         ([(b"content-length", b"101")], 413),
+        ([(b"content-length", b" 000000000000000000000099 ")], None),
+        ([(b"content-length", b" 101 ")], 413),
+        ([(b"content-length", b"9" * 5000)], 413),
         ([(b"content-encoding", b"identity")], None),
         ([(b"content-encoding", b"Identity"), (b"content-encoding", b"")], None),
         ([(b"content-encoding", b"gzip")], 400),
@@ -84,6 +87,8 @@ def test_any_object(document: dict[str, object], model: str, stream: bool) -> No
         ([(b"content-type", b"application/json; charset=utf-8")], None),
         ([(b"content-type", b"application/vnd.hotspare.resume")], 415),
         ([(b"content-type", b"Application/VND.hotspare.Resume; x=1")], 415),
+        ([(b"content-type", b"application/json"), (b"content-type", b"application/vnd.hotspare.resume")], 415),
+        ([(b"content-type", b"application/json, application/vnd.hotspare.resume")], 415),
     ],
 )
 def test_headers(headers: list[tuple[bytes, bytes]], status: int | None) -> None:
