@@ -23,6 +23,7 @@ from app.lifecycle import Lifecycle, LifecycleEvent, LifecycleMachine
 from app.loop_lag import LoopLag
 from app.metrics import GatewayMetrics
 from app.openai.errors import GatewayError, from_status, internal, method_not_allowed, not_found
+from app.openai.refused import refusal
 from app.openai.surface import RELAY_ROUTES
 from app.registry import WorkerRegistry
 from app.relay import Relay, RelayLimits
@@ -121,7 +122,14 @@ def create_app(settings: GatewaySettings) -> GatewayApp:
         async with registry, LoopLag(metrics.loop_lag):
             yield
 
-    app = GatewayApp(title="Hotspare gateway", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app = GatewayApp(
+        title="Hotspare gateway",
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        redirect_slashes=False,
+    )
     drain = DrainProgress()
     app.gateway = Gateway(
         settings=settings,
@@ -191,7 +199,7 @@ def _install_errors(app: GatewayApp) -> None:
         if error.status_code in (404, 405) and path in app.endpoints:
             return _answer(method_not_allowed(request.method, path, ["POST"]))
         if error.status_code == 404:
-            return _answer(not_found(path))
+            return _answer(refusal(path) or not_found(path))
         if error.status_code == 405:
             allowed = (error.headers or {}).get("Allow", "")
             return _answer(method_not_allowed(request.method, path, [allowed] if allowed else []))

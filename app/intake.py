@@ -13,8 +13,6 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable
 
-import msgspec
-
 from app.admission import AdmissionController
 from app.downstream import ClientGone, Downstream, send_error
 from app.headers import client_request_id, find
@@ -30,37 +28,6 @@ logger = logging.getLogger("app.access")
 
 CLIENT_CLOSED_REQUEST = 499
 """The status under which a request counts whose client left before its head was sent (nginx's convention)."""
-
-
-class _Routing(msgspec.Struct):
-    """The fields of a body that the gateway looks at; the rest is checked to be JSON and passed on untouched."""
-
-    model: object = None
-    stream: object = None
-
-
-_routing = msgspec.json.Decoder(_Routing)
-
-
-def read_routing(body: bytes) -> tuple[str, bool]:
-    """Model (empty if none is named) and whether a stream is asked for.
-
-    Raises:
-        GatewayError: 400 ``invalid_json``.
-    """
-    try:
-        found = _routing.decode(body)
-        if not body.isascii():
-            body.decode("utf-8")
-    except msgspec.ValidationError as error:
-        raise invalid_json(str(error)) from None
-    except UnicodeDecodeError as error:
-        raise invalid_json(f"it is not UTF-8 at byte {error.start}") from None
-    except msgspec.DecodeError as error:
-        raise invalid_json(str(error)) from None
-    except RecursionError:
-        raise invalid_json("it is nested too deeply") from None
-    return found.model if isinstance(found.model, str) else "", found.stream is True
 
 
 def check_headers(headers: list[Header], max_body_bytes: int) -> None:
@@ -133,7 +100,7 @@ class Intake:
                 held.enter_context(self._admission.admit())
                 check_headers(headers, self.max_body_bytes)
                 body = await read_body()
-                report.model, stream = read_routing(body)
+                report.model, stream = route.read(body, headers)
                 request = RelayRequest(
                     route=route,
                     target=target,

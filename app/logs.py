@@ -58,3 +58,5 @@ def configure_logging(form: Literal["console", "json"], level: str) -> None:
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     # The server's own lines say what ours say; its warnings and errors stay.
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    # Warns of each malformed form; its client is told, and the access line says so.
+    logging.getLogger("python_multipart").setLevel(logging.ERROR)

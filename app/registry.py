@@ -194,18 +194,28 @@ class WorkerRegistry:
             return False
         return not self.knows(model)
 
+    @property
+    def mixed(self) -> bool:
+        """Whether workers serve different models, so that a request must name one. Names that all of them serve are
+        names of one model, or of one with its adapters."""
+        return len({line.models for line in self._remembered()}) > 1
+
     def knows(self, model: str) -> bool:
         """Whether a worker serves this model, or did a minute ago: bounds the values of a metric's label."""
         return bool(model) and (model in self._by_model or model in self.known_models())
 
     def known_models(self) -> set[str]:
         """Models of reachable workers, and of those that went away less than a minute ago."""
+        return {model for line in self._remembered() for model in line.models}
+
+    def _remembered(self) -> list[WatchLine]:
+        """What each worker said last, if it is reachable or went away less than a minute ago."""
         oldest = time.monotonic() - REMEMBERED_SECONDS
-        found: set[str] = set()
-        for entry in self.entries.values():
-            if entry.last is not None and (entry.replicas or entry.last.line_at >= oldest):
-                found.update(entry.last.line.models)
-        return found
+        return [
+            entry.last.line
+            for entry in self.entries.values()
+            if entry.last is not None and (entry.replicas or entry.last.line_at >= oldest)
+        ]
 
     def reachable_models(self) -> list[str]:
         """Models of the workers that have a watch now, each once, in the order of the workers."""

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 from app.fullness import FullReplicas
 from app.liveness import ReplicaKey, clears_suspicion
-from app.openai.errors import GatewayError, model_not_found, no_worker, workers_full
+from app.openai.errors import GatewayError, model_not_found, model_required, no_worker, workers_full
 from app.registry import Replica, Waiter, WorkerRegistry
 from app.routing import RoundRobinRouter
 
@@ -69,13 +69,15 @@ class Search:
         """The replica to try now, if there is one.
 
         Raises:
-            GatewayError: 404 ``model_not_found``.
+            GatewayError: 404 ``model_not_found``, or 400 ``model_required``.
         """
         self.since = self.since or time.monotonic()
         model = self._model
         candidates = self._registry.candidates(model)
         if not candidates and self._registry.is_unknown(model):
             raise model_not_found(model)
+        if not model and self._registry.mixed:
+            raise model_required(sorted(self._registry.known_models()))
         found = self._router.select(candidates, self._avoided(), key=_key, group=model)
         if found is None and self._broken:
             refused = {replica.key for replica in candidates if not self._accepts(replica)}

@@ -180,13 +180,47 @@ def invalid_json(reason: str) -> GatewayError:
     )
 
 
-def unsupported_media_type(given: str) -> GatewayError:
+def invalid_form(reason: str) -> GatewayError:
+    return GatewayError(
+        400,
+        "invalid_form",
+        f"The request body must be a form (multipart/form-data): {reason}",
+        type="invalid_request_error",
+        fault="client",
+    )
+
+
+def unsupported_media_type(given: str, accepted: str = "application/json") -> GatewayError:
     return GatewayError(
         415,
         "unsupported_media_type",
-        f"The content type {given[:100]!r} is not accepted here; send application/json.",
+        f"The content type {given[:100]!r} is not accepted here; send {accepted}.",
         type="invalid_request_error",
         fault="client",
+    )
+
+
+def unsupported_stateful(reason: str, *, param: str | None = None) -> GatewayError:
+    """What would need state inside one engine, which would be gone after a promotion and unknown to other workers."""
+    return GatewayError(
+        400,
+        "unsupported_stateful",
+        f"Workers keep no state between requests: {reason}.",
+        type="invalid_request_error",
+        fault="client",
+        param=param,
+    )
+
+
+def model_required(models: Sequence[str]) -> GatewayError:
+    listed = ", ".join(repr(model[:200]) for model in models[:10])
+    return GatewayError(
+        400,
+        "model_required",
+        f"Several models are served here and the request names none; set model to one of {listed}.",
+        type="invalid_request_error",
+        fault="client",
+        param="model",
     )
 
 
@@ -206,11 +240,11 @@ def bad_answer(reason: str) -> GatewayError:
     return GatewayError(502, "bad_answer", reason, type="server_error", fault="upstream", retryable=True)
 
 
-def not_found(path: str) -> GatewayError:
+def not_found(path: str, *, because: str = "") -> GatewayError:
     return GatewayError(
         404,
         "not_found",
-        f"There is no route {path[:200]!r} here.",
+        because or f"There is no route {path[:200]!r} here.",
         type="invalid_request_error",
         fault="client",
     )

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import re
 
+import msgspec
+
 from app.openai.errors import GatewayError
 
 KEEPALIVE = b": keep-alive\n\n"
@@ -106,6 +108,9 @@ def fields(event: bytes) -> tuple[bytes, bytes]:
 
 
 def error_event(error: GatewayError, *, named: bool) -> bytes:
-    """The end of a stream that cannot go on. ``named`` adds ``event: error``, which some SDKs look for."""
-    head = b"event: error\n" if named else b""
-    return head + b"data: " + error.body + b"\n\n" + DONE
+    """The end of a stream that cannot go on. ``named``: as routes with named events say it, ``event: error`` and the
+    type in the data as well; the envelope stays beside it, for the SDKs that look for that."""
+    if named:
+        body = msgspec.json.encode({"type": "error", **error.envelope})
+        return b"event: error\ndata: " + body + b"\n\n" + DONE
+    return b"data: " + error.body + b"\n\n" + DONE

@@ -12,6 +12,7 @@ from types import MappingProxyType
 
 import msgspec
 
+from app.openai.reading import Reader, read_form, read_json, read_stateless_json
 from app.openai.sse import fields, split_events
 
 RESUME_CONTENT_TYPE = b"application/vnd.hotspare.resume"
@@ -31,6 +32,7 @@ class RelayRoute:
 
     path: str
     name: str
+    read: Reader = read_json
     streams: bool = False
     end_data: bytes = b""
     """Data of the event that ends a stream."""
@@ -56,19 +58,34 @@ class RelayRoute:
             return False
 
 
+def _json(*paths: str, name: str) -> tuple[RelayRoute, ...]:
+    """Routes that are answered whole. Some have several paths: with and without the version, or older ones."""
+    return tuple(RelayRoute(path=path, name=name) for path in paths)
+
+
 _ALL = (
     RelayRoute(path="/v1/chat/completions", name="chat", streams=True, end_data=b"[DONE]"),
     RelayRoute(path="/v1/completions", name="completions", streams=True, end_data=b"[DONE]"),
     RelayRoute(
         path="/v1/responses",
         name="responses",
+        read=read_stateless_json,
         streams=True,
         end_types=(b"response.completed", b"response.incomplete", b"response.failed"),
         named_errors=True,
     ),
     RelayRoute(path="/v1/messages", name="messages", streams=True, end_types=(b"message_stop",), named_errors=True),
-    RelayRoute(path="/v1/embeddings", name="embeddings"),
-    RelayRoute(path="/tokenize", name="tokenize"),
-    RelayRoute(path="/detokenize", name="detokenize"),
+    *_json("/v1/messages/count_tokens", name="count_tokens"),
+    *_json("/v1/embeddings", name="embeddings"),
+    *_json("/v1/rerank", "/v2/rerank", "/rerank", name="rerank"),
+    *_json("/v1/score", "/score", name="score"),
+    *_json("/classify", name="classify"),
+    *_json("/pooling", name="pooling"),
+    *_json("/tokenize", name="tokenize"),
+    *_json("/detokenize", name="detokenize"),
+    RelayRoute(
+        path="/v1/audio/transcriptions", name="transcriptions", read=read_form, streams=True, end_data=b"[DONE]"
+    ),
+    RelayRoute(path="/v1/audio/translations", name="translations", read=read_form, streams=True, end_data=b"[DONE]"),
 )
 RELAY_ROUTES: Mapping[str, RelayRoute] = MappingProxyType({route.path: route for route in _ALL})

@@ -249,7 +249,7 @@ async def test_errors_of_messages_carry_their_event_name(workers: Any) -> None:
     worker.will(streams(b"data: {}\n\n", end=b""))
     async with run_gateway(worker) as running:
         answer = await running.client.post("/v1/messages", json={"model": MODEL, "stream": True})
-        assert b'\n\nevent: error\ndata: {"error":' in answer.content
+        assert b'\n\nevent: error\ndata: {"type":"error","error":' in answer.content
 
 
 async def test_reselect_costs_nothing(workers: Any) -> None:

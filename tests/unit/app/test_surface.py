@@ -39,8 +39,22 @@ def test_the_relayed_routes() -> None:
         "/v1/completions",
         "/v1/responses",
         "/v1/messages",
+        "/v1/messages/count_tokens",
         "/v1/embeddings",
+        "/v1/rerank",
+        "/v2/rerank",
+        "/rerank",
+        "/v1/score",
+        "/score",
+        "/classify",
+        "/pooling",
         "/tokenize",
         "/detokenize",
+        "/v1/audio/transcriptions",
+        "/v1/audio/translations",
     }
-    assert len({route.name for route in RELAY_ROUTES.values()}) == len(RELAY_ROUTES)
+
+
+def test_what_streams_has_an_end() -> None:
+    for route in RELAY_ROUTES.values():
+        assert route.streams is bool(route.end_data or route.end_types), route.path

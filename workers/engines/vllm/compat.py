@@ -32,6 +32,8 @@ _ENVIRONMENT: Final = {
     # One process per engine: with this unset the CPU platform insists on a worker process of its own.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_SERVER_DEV_MODE": "0",
+    # Answers kept in one engine would be gone after a promotion, and are never freed.
+    "VLLM_ENABLE_RESPONSES_API_STORE": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",

@@ -20,7 +20,20 @@ from workers.engine import ASGIApp
 
 logger = logging.getLogger(__name__)
 
-_SERVED: Final = frozenset({"/health", "/version", "/metrics", "/tokenize", "/detokenize"})
+_SERVED: Final = frozenset(
+    {
+        "/classify",
+        "/detokenize",
+        "/health",
+        "/metrics",
+        "/pooling",
+        "/rerank",
+        "/score",
+        "/tokenize",
+        "/v2/rerank",
+        "/version",
+    }
+)
 _SERVED_UNDER: Final = (
     "/v1/audio/",
     "/v1/chat/completions",

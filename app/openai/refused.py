@@ -1,0 +1,63 @@
+"""[P] Paths of OpenAI's API, and of vLLM's, that are refused here, each with a sentence instead of a bare 404.
+
+Two kinds: what would need state inside one engine, which dies with it (``unsupported_stateful``), and what a fleet of
+inference workers does not offer at all. A path that is in neither is simply not there.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from app.openai.errors import GatewayError, not_found, unsupported_stateful
+
+_STATEFUL: Final = (
+    (
+        re.compile(r"/v1/responses/.+"),
+        "answers are not kept (every request runs as store: false), so there is none to fetch, cancel or delete",
+    ),
+    (
+        re.compile(r"/v1/chat/completions/chatcmpl[^/]*(/messages)?"),
+        "chat completions are not kept, so there is none to fetch, change or delete",
+    ),
+    (re.compile(r"/v1/conversations(/.*)?"), "no conversations are kept here; send the whole conversation as input"),
+    (
+        re.compile(r"/v1/(un)?load_lora_adapter"),
+        "an adapter that is loaded at run time is lost with its engine; configure it when the workers start",
+    ),
+)
+
+_NOT_OFFERED: Final = frozenset(
+    (
+        "assistants",
+        "audio/speech",
+        "audio/voices",
+        "batches",
+        "chatkit",
+        "containers",
+        "evals",
+        "files",
+        "fine_tuning",
+        "images",
+        "moderations",
+        "organization",
+        "threads",
+        "uploads",
+        "vector_stores",
+        "videos",
+    )
+)
+_FAMILY: Final = re.compile(r"/v1/((?:audio/)?[a-z_]+)(?:/.*)?")
+
+
+def refusal(path: str) -> GatewayError | None:
+    """Why there is nothing at this path, if there is more to say than that."""
+    for pattern, reason in _STATEFUL:
+        if pattern.fullmatch(path):
+            return unsupported_stateful(reason)
+    family = _FAMILY.fullmatch(path)
+    if family is not None and family[1] in _NOT_OFFERED:
+        return not_found(
+            path, because=f"There is no {path[:200]!r} here: this gateway serves inference only, not {family[1]}."
+        )
+    return None
