@@ -2,7 +2,7 @@
 # ARGS goes to the program behind a target: make up ARGS="--pods 2", make test ARGS="-k drain".
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test up check test gpu lock format clean
+.PHONY: help setup setup-test up check test bench-peers gpu lock format clean
 SHELL := /bin/bash
 
 BIN := .venv/bin
@@ -32,6 +32,9 @@ check: setup-test ## lint, types, layers and unit tests
 
 test: check ## everything that CI runs: check, then all other tests (ARGS: options of pytest)
 	$(BIN)/pytest tests --ignore=tests/unit --numprocesses 2 --no-loadscope-reorder --durations=15 $(ARGS)
+
+bench-peers: ## install what `hotspare bench gateway --peers …` compares with: two routers into .peers/, and nginx
+	@scripts/bench_peers.sh
 
 gpu: ## on a machine with a GPU: facts, failures and timings of the CUDA path, within 8 minutes (PYTHON=python3)
 # Such a machine may have no network: what is needed is Python 3.11 or later with pytest, msgspec and cuda-bindings, and

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from app.cli.bench.gateway.command import gateway
 from app.cli.errors import CliError
 
 MIB = 1024 * 1024
@@ -51,6 +52,7 @@ def build() -> typer.Typer:
     group = typer.Typer(help="Measure: ratios within one run on this machine.", no_args_is_help=True)
     group.command("recovery")(_recovery)
     group.command("gms")(_gms)
+    group.command("gateway")(gateway)
     return group
 
 
