@@ -20,14 +20,15 @@ from typing import NoReturn
 from pydantic import ValidationError
 
 from app.settings import GatewaySettings
+from app.start_error import StartError
 
 EXIT_BAD_CONFIGURATION = 2
 EXIT_OVERRAN = 70
 _PR_SET_PDEATHSIG = 1
 
 
-class StartError(Exception):
-    """The gateway cannot start; the message is a sentence for whoever started it."""
+_SECRET = frozenset(("api_keys",))
+"""Settings whose values are repeated nowhere."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -39,7 +40,11 @@ def parser() -> argparse.ArgumentParser:
     """The flags. ``hotspare gateway --help`` explains them more fully, from the docstrings of the settings."""
     made = _Parser(prog="hotspare gateway", description="Hotspare's gateway: the OpenAI API.", allow_abbrev=False)
     for name in GatewaySettings.model_fields:
-        made.add_argument(f"--{name.replace('_', '-')}", default=None, help=f"overrides HOTSPARE_{name.upper()}")
+        usage = f"overrides HOTSPARE_{name.upper()}"
+        if name == "api_keys":
+            made.add_argument("--api-key", dest=name, action="append", metavar="KEY", help=usage)
+        else:
+            made.add_argument(f"--{name.replace('_', '-')}", default=None, help=usage)
     return made
 
 
@@ -61,7 +66,9 @@ def read_settings(arguments: Sequence[str]) -> GatewaySettings:
 def _sentence(location: tuple[int | str, ...], message: str, value: object) -> str:
     name = str(location[0]) if location else "settings"
     reason = message.removeprefix("Value error, ")
-    return f"{name}={value}: {reason} (set it with --{name.replace('_', '-')} or HOTSPARE_{name.upper()})"
+    given = name if name in _SECRET else f"{name}={value}"
+    flag = "--api-key" if name == "api_keys" else f"--{name.replace('_', '-')}"
+    return f"{given}: {reason} (set it with {flag} or HOTSPARE_{name.upper()})"
 
 
 def die_with_parent(parent_pid: int) -> None:

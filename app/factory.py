@@ -13,8 +13,10 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
+from app.access import Access
 from app.admission import AdmissionController
 from app.asgi import Message, Receive, Scope, Send
+from app.credentials import OPEN_PATHS, ApiKeys
 from app.direct import DirectEndpoint
 from app.drain import DrainProgress
 from app.headers import REQUEST_ID, client_request_id
@@ -45,6 +47,7 @@ class Gateway:
     """The parts that outlive a request; the server drains through them."""
 
     settings: GatewaySettings
+    access: Access
     lifecycle: LifecycleMachine
     admission: AdmissionController
     registry: WorkerRegistry
@@ -68,9 +71,17 @@ class GatewayApp(FastAPI):
     """The relayed routes for any ASGI server; ours has them as ``direct``."""
     direct: Mapping[bytes, DirectEndpoint]
     ids: RequestIds
+    keys: ApiKeys | None
+    """Relayed routes look themselves."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
+            if scope["type"] == "websocket" and self.keys is not None:
+                try:
+                    self.keys.check_websocket(scope["headers"])
+                except GatewayError as error:
+                    await _deny(error, scope, receive, send)
+                    return
             await super().__call__(scope, receive, send)
             return
         endpoint = self.endpoints.get(scope["raw_path"].decode("latin-1"))
@@ -85,6 +96,13 @@ class GatewayApp(FastAPI):
             await send(message)
 
         raw_path: bytes = scope["raw_path"]
+        # A preflight comes without credentials (Fetch standard), and its answer holds nothing.
+        if self.keys is not None and raw_path not in OPEN_PATHS and scope["method"] != "OPTIONS":
+            try:
+                self.keys.check(scope["headers"])
+            except GatewayError as error:
+                await _answer(error)(scope, receive, send_with_id)
+                return
         if b"%" in raw_path and not raw_path.startswith(_MODEL_PATHS):
             # Routes are matched as they are written: a proxy's rules about paths must mean the same as ours.
             await _answer(not_found(raw_path.decode("latin-1")))(scope, receive, send_with_id)
@@ -93,6 +111,10 @@ class GatewayApp(FastAPI):
 
 
 def create_app(settings: GatewaySettings) -> GatewayApp:
+    """Raises:
+    StartError: a file that a setting names cannot be used.
+    """
+    access = Access(settings)
     lifecycle = LifecycleMachine(_log_lifecycle)
     admission = AdmissionController(lifecycle, limit=settings.max_inflight)
     metrics = GatewayMetrics()
@@ -115,11 +137,18 @@ def create_app(settings: GatewaySettings) -> GatewayApp:
             max_held_bytes=settings.max_held_bytes,
         ),
     )
-    intake = Intake(admission=admission, relay=relay, metrics=metrics, ids=ids, max_body_bytes=settings.max_body_bytes)
+    intake = Intake(
+        admission=admission,
+        relay=relay,
+        metrics=metrics,
+        ids=ids,
+        max_body_bytes=settings.max_body_bytes,
+        keys=access.keys,
+    )
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with registry, LoopLag(metrics.loop_lag):
+        async with access.followed(), registry, LoopLag(metrics.loop_lag):
             yield
 
     app = GatewayApp(
@@ -133,6 +162,7 @@ def create_app(settings: GatewaySettings) -> GatewayApp:
     drain = DrainProgress()
     app.gateway = Gateway(
         settings=settings,
+        access=access,
         lifecycle=lifecycle,
         admission=admission,
         registry=registry,
@@ -142,6 +172,7 @@ def create_app(settings: GatewaySettings) -> GatewayApp:
         drain=drain,
     )
     app.ids = ids
+    app.keys = access.keys
     app.endpoints = {
         path: RelayEndpoint(
             route,
@@ -182,6 +213,15 @@ def _answer(error: GatewayError) -> Response:
     for name, value in error.headers:
         response.headers[name.decode()] = value.decode()
     return response
+
+
+async def _deny(error: GatewayError, scope: Scope, receive: Receive, send: Send) -> None:
+    """Refuse a WebSocket's handshake: with the envelope, if the server can send one instead of an upgrade."""
+    await receive()  # the handshake
+    if "websocket.http.response" in scope.get("extensions", {}):
+        await _answer(error)(scope, receive, send)
+    else:
+        await send({"type": "websocket.close", "code": 1008, "reason": error.code})
 
 
 def _install_errors(app: GatewayApp) -> None:

@@ -1,7 +1,8 @@
 """From a request as it arrived to the relay, and its accounts afterwards. Independent of the transport.
 
-Order: is the gateway taking requests, is there room, read the body, understand as much of it as routing needs, relay,
-and wait until the answer is out. Only then is the token of admission released, whatever happened: a drain waits for it.
+Order: may this client, is the gateway taking requests, is there room, read the body, understand as much of it as
+routing needs, relay, and wait until the answer is out. Only then is the token of admission released, whatever happened:
+a drain waits for it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 from app.admission import AdmissionController
+from app.credentials import ApiKeys
 from app.downstream import ClientGone, Downstream, send_error
 from app.headers import client_request_id, find
 from app.logs import fields
@@ -69,7 +71,10 @@ class Intake:
         metrics: GatewayMetrics,
         ids: RequestIds,
         max_body_bytes: int,
+        keys: ApiKeys | None = None,
     ) -> None:
+        """Without ``keys`` every client may."""
+        self._keys = keys
         self._admission = admission
         self._relay = relay
         self._metrics = metrics
@@ -97,6 +102,8 @@ class Intake:
         report = Report()
         with contextlib.ExitStack() as held:
             try:
+                if self._keys is not None:
+                    self._keys.check(headers)
                 held.enter_context(self._admission.admit())
                 check_headers(headers, self.max_body_bytes)
                 body = await read_body()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import logging
 import os
 import signal
@@ -30,6 +31,11 @@ EXIT_OVERRAN = 70
 BACKLOG = 4096
 KEEP_ALIVE_SECONDS = 75
 """Idle client connections; longer than common proxies keep theirs, so that they close first."""
+
+
+def is_loopback(host: str) -> bool:
+    """Of an address as a socket names it."""
+    return ipaddress.ip_address(host.partition("%")[0]).is_loopback
 
 
 class GatewayServer(Server):
@@ -83,6 +89,12 @@ class GatewayServer(Server):
         for listener in sockets or []:
             host, port = listener.getsockname()[:2]
             logger.info("listening on http://%s", Address(host, port))
+            if self._gateway.access.keys is None and not is_loopback(host):
+                logger.warning(
+                    "%s can be reached from other machines, and no API keys are set: whoever reaches it may use it; "
+                    "see HOTSPARE_API_KEYS_FILE",
+                    Address(host, port),
+                )
 
     def _signalled(self, number: int) -> None:
         name = signal.Signals(number).name

@@ -9,10 +9,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AliasChoices, BeforeValidator, Field
+from pydantic import AliasChoices, BeforeValidator, Field, SecretStr
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from app.address import Address, parse_addresses
+from app.credentials import parse_keys
 
 MIB = 1024 * 1024
 
@@ -23,6 +24,13 @@ def _addresses(value: object) -> object:
 
 def _lower(value: object) -> object:
     return value.lower() if isinstance(value, str) else value
+
+
+def _keys(value: object) -> object:
+    """From the variable (a text) or from flags (a list of texts)."""
+    if isinstance(value, list):
+        value = ",".join(map(str, value))
+    return tuple(map(SecretStr, parse_keys(value))) if isinstance(value, str) else value
 
 
 Seconds = Annotated[float, Field(gt=0, le=86400, allow_inf_nan=False)]
@@ -39,6 +47,13 @@ class GatewaySettings(BaseSettings):
     """Port to listen on. 0: any free one; the log line and ``gateway.json`` say which."""
     workers: Annotated[tuple[Address, ...], NoDecode, BeforeValidator(_addresses)] = (Address("127.0.0.1", 8100),)
     """The pods' serving ports, comma separated: ``host:port`` or ``http://host:port``."""
+
+    api_keys: Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_keys)] = ()
+    """Keys that clients must show one of, comma separated; the flag can be repeated. Without any, and without a file of
+    keys, everybody is let in. Whoever may list processes can read a flag: prefer the file."""
+    api_keys_file: Path | None = None
+    """Further keys, one a line; ``#`` begins a comment. Read again within seconds when it changes. With an empty file,
+    nobody is let in."""
 
     wait_for_worker_seconds: Seconds = 15.0
     """How long a request waits while no worker takes it, before it is answered with 503 ``no_worker``."""

@@ -34,6 +34,9 @@ flags. Where a setting has several variables, the first one that is set wins.
 too. It sets these for each process on its own, and from the outside they are ignored:
 {per_process}.
 
+`HOTSPARE_API_KEY` is the key that `status`, `up` and `bench` show to the gateway; without it, the first of
+`HOTSPARE_API_KEYS` or of the file that `HOTSPARE_API_KEYS_FILE` names, if they are set for the command, too.
+
 `HOTSPARE_MODEL_CACHE` names the folder where the embedded model is kept once it has been converted for vLLM.
 """
 TITLES = {

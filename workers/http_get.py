@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ssl
+from collections.abc import Mapping
 from typing import Final
 
 MAX_ANSWER_BYTES: Final = 256 * 1024
@@ -13,7 +15,15 @@ class GetFailed(Exception):
     """No whole, sensible answer came within the deadline; the message says what came instead."""
 
 
-async def http_get(host: str, port: int, path: str, *, timeout_seconds: float) -> tuple[int, bytes]:
+async def http_get(
+    host: str,
+    port: int,
+    path: str,
+    *,
+    timeout_seconds: float,
+    headers: Mapping[str, str] | None = None,
+    tls: ssl.SSLContext | None = None,
+) -> tuple[int, bytes]:
     """Status and body of ``GET path``, on a connection of its own that is closed afterwards.
 
     Raises:
@@ -21,17 +31,21 @@ async def http_get(host: str, port: int, path: str, *, timeout_seconds: float) -
     """
     try:
         async with asyncio.timeout(timeout_seconds):
-            return await _get(host, port, path)
+            return await _get(host, port, path, headers or {}, tls)
     except TimeoutError:
         raise GetFailed(f"no answer from {host}:{port}{path} within {timeout_seconds:g} s") from None
     except OSError as error:
         raise GetFailed(f"{host}:{port}{path}: {error.strerror or error}") from error
 
 
-async def _get(host: str, port: int, path: str) -> tuple[int, bytes]:
-    reader, writer = await asyncio.open_connection(host, port, limit=MAX_ANSWER_BYTES)
+async def _get(
+    host: str, port: int, path: str, headers: Mapping[str, str], tls: ssl.SSLContext | None
+) -> tuple[int, bytes]:
+    more_lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+    reader, writer = await asyncio.open_connection(host, port, limit=MAX_ANSWER_BYTES, ssl=tls)
     try:
-        writer.write(f"GET {path} HTTP/1.1\r\nhost: {host}:{port}\r\nconnection: close\r\n\r\n".encode())
+        request = f"GET {path} HTTP/1.1\r\nhost: {host}:{port}\r\nconnection: close\r\n{more_lines}\r\n"
+        writer.write(request.encode())
         answer = await reader.read(MAX_ANSWER_BYTES + 1)
         while (more := await reader.read(MAX_ANSWER_BYTES + 1)) and len(answer) <= MAX_ANSWER_BYTES:
             answer += more

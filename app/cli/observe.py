@@ -6,11 +6,14 @@ Nothing here raises because somebody is dead or silent: that is an answer too.
 from __future__ import annotations
 
 import asyncio
+import ssl
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, TypeVar
 
 import msgspec
 
+from app.cli.door import key_headers, trust_only
 from app.cli.reports import Absence, EngineAnswer, GatewayReport
 from app.cli.run_dir import GatewayFile
 from workers.hosts import reachable
@@ -32,9 +35,16 @@ async def ask_engine(pod: PodRecord, engine: str, *, timeout_seconds: float = DE
     return answer
 
 
-async def ask_gateway(file: GatewayFile, *, timeout_seconds: float = DEADLINE_SECONDS) -> GatewayReport | Absence:
-    """``/status`` of the gateway."""
-    return await _ask(reachable(file.host), file.port, "/status", GatewayReport, timeout_seconds)
+async def ask_gateway(
+    file: GatewayFile, *, key: str | None, timeout_seconds: float = DEADLINE_SECONDS
+) -> GatewayReport | Absence:
+    """``/status`` of the gateway. ``key``: the API key to show, if any."""
+    try:
+        tls = trust_only(Path(file.tls_certificate)) if file.tls_certificate else None
+    except OSError:
+        return Absence.UNTRUSTED
+    host = reachable(file.host)
+    return await _ask(host, file.port, "/status", GatewayReport, timeout_seconds, headers=key_headers(key), tls=tls)
 
 
 async def ask_pod(pod: PodRecord, *, timeout_seconds: float = DEADLINE_SECONDS) -> dict[str, EngineAnswer]:
@@ -68,11 +78,22 @@ def sum_private(smaps: bytes) -> int:
     return total
 
 
-async def _ask(host: str, port: int, path: str, kind: type[T], timeout_seconds: float) -> T | Absence:
+async def _ask(
+    host: str,
+    port: int,
+    path: str,
+    kind: type[T],
+    timeout_seconds: float,
+    *,
+    headers: Mapping[str, str] | None = None,
+    tls: ssl.SSLContext | None = None,
+) -> T | Absence:
     try:
-        _, body = await http_get(host, port, path, timeout_seconds=timeout_seconds)
-        return msgspec.json.decode(body, type=kind)
+        status, body = await http_get(host, port, path, timeout_seconds=timeout_seconds, headers=headers, tls=tls)
+        return Absence.UNAUTHORIZED if status == 401 else msgspec.json.decode(body, type=kind)
     except GetFailed as error:
+        if isinstance(error.__cause__, ssl.SSLError):
+            return Absence.UNTRUSTED
         refused = isinstance(error.__cause__, ConnectionRefusedError | ConnectionResetError)
         return Absence.GONE if refused else Absence.SILENT
     except msgspec.DecodeError:

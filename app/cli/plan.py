@@ -172,14 +172,18 @@ def _seconds(environment: Mapping[str, str], name: str, default: float) -> float
         return default
 
 
-def base_url(host: str, port: int) -> str:
+def base_url(host: str, port: int, *, tls: bool = False) -> str:
     """Where a client on this machine finds the API."""
     host = reachable(host)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    scheme = "https" if tls else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
-def example_request(url: str, model: str) -> str:
-    """A command that works as it stands in any POSIX shell."""
+def example_request(url: str, model: str, *, with_key: bool = False, certificate: str | None = None) -> str:
+    """A command that works as it stands in any POSIX shell; with keys, in one that has HOTSPARE_API_KEY. No key is
+    written out: terminals are logged and shown."""
     message = {"role": "user", "content": "Say hello."}
     body = json.dumps({"model": model, "stream": True, "max_tokens": EXAMPLE_TOKENS, "messages": [message]})
-    return f"curl -N {url}/v1/chat/completions -H 'content-type: application/json' -d {shlex.quote(body)}"
+    trust = f" --cacert {shlex.quote(certificate)}" if certificate else ""
+    key = ' -H "authorization: Bearer $HOTSPARE_API_KEY"' if with_key else ""
+    return f"curl -N{trust} {url}/v1/chat/completions{key} -H 'content-type: application/json' -d {shlex.quote(body)}"

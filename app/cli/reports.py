@@ -16,6 +16,10 @@ class Absence(StrEnum):
     """Nobody listens on its port: there is no such process now."""
     SILENT = "silent"
     """Somebody listens, and does not answer: stopped, or stuck."""
+    UNAUTHORIZED = "unauthorized"
+    """A gateway that asks for another API key than the one it was shown."""
+    UNTRUSTED = "untrusted"
+    """A gateway that does not have the certificate it should have."""
 
 
 class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -26,6 +26,8 @@ class GatewayFile(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     host: str
     port: int
+    tls_certificate: str | None = None
+    """Path of the certificate that it shows; None: it speaks plain HTTP."""
 
 
 def read_pods(run_dir: Path) -> list[PodRecord]:

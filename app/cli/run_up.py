@@ -88,7 +88,14 @@ async def _watch(options: UpOptions, starter: Starter, environment: Mapping[str,
     from app.cli.up import Up
 
     with closing(open_screen()) as screen:
-        up = Up(options, starter, screen=screen, limits=limits_from(environment), began=process_began())
+        up = Up(
+            options,
+            starter,
+            screen=screen,
+            limits=limits_from(environment),
+            began=process_began(),
+            environment=environment,
+        )
         return await up.run(early)
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import sys
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
+from app.cli.door import client_key
 from app.cli.errors import CliError
 from app.cli.status import StatusDocument, answers, look
 from workers.exit_codes import ExitCode
@@ -23,7 +25,7 @@ def show_status(run_dir: Path, *, as_json: bool) -> int:
     Raises:
         CliError: no pod runs there; or, after the status has been shown, nothing in it answers.
     """
-    document = asyncio.run(look(run_dir))
+    document = asyncio.run(look(run_dir, key=client_key(os.environ)))
     _show(document, as_json=as_json)
     if not answers(document):
         raise CliError(
@@ -67,5 +69,5 @@ async def _watch(run_dir: Path) -> None:
 
     with Live(console=Console(highlight=False), auto_refresh=False) as live:
         while True:
-            live.update(render(await look(run_dir)), refresh=True)
+            live.update(render(await look(run_dir, key=client_key(os.environ))), refresh=True)
             await asyncio.sleep(WATCH_SECONDS)

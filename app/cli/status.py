@@ -82,7 +82,7 @@ class PodStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GatewayStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """The gateway; ``lifecycle`` is its own word, or ``gone``, or ``silent``."""
+    """The gateway; ``lifecycle`` is its own word, or one of ``Absence``."""
 
     pid: int
     host: str
@@ -101,8 +101,9 @@ class StatusDocument(msgspec.Struct, frozen=True, kw_only=True):
     pods: list[PodStatus]
 
 
-async def look(run_dir: Path) -> StatusDocument:
-    """Ask everybody in ``run_dir`` at the same time; takes little more than a second at worst.
+async def look(run_dir: Path, *, key: str | None = None) -> StatusDocument:
+    """Ask everybody in ``run_dir`` at the same time; takes little more than a second at worst. ``key``: the API key to
+    show to the gateway.
 
     Raises:
         CliError: no pod has ever run there, or a file cannot be read.
@@ -114,7 +115,7 @@ async def look(run_dir: Path) -> StatusDocument:
             code=ExitCode.ENGINE_DEAD,
         )
     view, seen = await asyncio.gather(
-        _look_at_gateway(gateway), asyncio.gather(*(_look_at_pod(pod, run_dir) for pod in pods))
+        _look_at_gateway(gateway, key), asyncio.gather(*(_look_at_pod(pod, run_dir) for pod in pods))
     )
     workers = view.workers if isinstance(view, GatewayReport) else ()
     return StatusDocument(
@@ -126,7 +127,7 @@ async def look(run_dir: Path) -> StatusDocument:
 
 def answers(document: StatusDocument) -> bool:
     """Whether a gateway or any engine said something. Pure."""
-    absent = set(Absence)
+    absent = {Absence.GONE, Absence.SILENT}
     roles = {engine.role for pod in document.pods for engine in pod.engines.values()}
     return (document.gateway is not None and document.gateway.lifecycle not in absent) or not roles <= absent
 
@@ -141,8 +142,8 @@ def pool_kind(name: str) -> str:
     return name.partition("/")[0]
 
 
-async def _look_at_gateway(gateway: GatewayFile | None) -> GatewayReport | Absence | None:
-    return None if gateway is None else await ask_gateway(gateway)
+async def _look_at_gateway(gateway: GatewayFile | None, key: str | None) -> GatewayReport | Absence | None:
+    return None if gateway is None else await ask_gateway(gateway, key=key)
 
 
 def _gateway_status(file: GatewayFile | None, view: GatewayReport | Absence | None) -> GatewayStatus | None:

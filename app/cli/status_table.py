@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from app.cli.reports import Absence
 from app.cli.status import EngineStatus, GatewayStatus, GmsStatus, PodStatus, StatusDocument
 
 if TYPE_CHECKING:
     from rich.console import Group
 
 MIB: Final = 1024 * 1024
+_GATEWAY_WORDS: Final[dict[str, str]] = {
+    Absence.UNAUTHORIZED: "asks for an API key; set HOTSPARE_API_KEY",
+    Absence.UNTRUSTED: "does not have the certificate in the file that gateway.json names",
+}
 _ROLE_STYLES: Final = {"ACTIVE": "bold green", "STANDBY": "cyan", "gone": "red", "silent": "red", "FAILED": "red"}
 
 
@@ -52,7 +57,8 @@ def gateway_line(gateway: GatewayStatus | None) -> str:
     """One line about the gateway. Pure."""
     if gateway is None:
         return "gateway: none in this folder"
-    line = f"gateway {gateway.host}:{gateway.port}: {gateway.lifecycle}"
+    said = _GATEWAY_WORDS.get(gateway.lifecycle, gateway.lifecycle)
+    line = f"gateway {gateway.host}:{gateway.port}: {said}"
     if gateway.inflight is not None:
         line += f", {gateway.inflight} in flight, {gateway.waiting} waiting for a worker"
     return f"{line} (pid {gateway.pid})"

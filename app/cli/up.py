@@ -10,17 +10,18 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Final, NamedTuple
 
 from app.cli.children import Child
 from app.cli.claim import LOGS
+from app.cli.door import client_key
 from app.cli.errors import CliError
 from app.cli.news import PodNews
 from app.cli.observe import ask_gateway, ask_pod
 from app.cli.plan import Limits, UpOptions, base_url, example_request
-from app.cli.reports import EngineAnswer, GatewayReport
+from app.cli.reports import Absence, EngineAnswer, GatewayReport
 from app.cli.run_dir import GatewayFile, read_pod
 from app.cli.screen import Screen
 from app.cli.stages import Board, is_done, stages_of
@@ -52,8 +53,19 @@ class Ending(NamedTuple):
 class Up:
     """Watches what a ``Starter`` started. Build it in a running event loop."""
 
-    def __init__(self, options: UpOptions, starter: Starter, *, screen: Screen, limits: Limits, began: float) -> None:
+    def __init__(
+        self,
+        options: UpOptions,
+        starter: Starter,
+        *,
+        screen: Screen,
+        limits: Limits,
+        began: float,
+        environment: Mapping[str, str],
+    ) -> None:
         """``began`` is when the command was given, in seconds of the monotonic clock."""
+        self._environment = environment
+        self._certificate = environment.get("HOTSPARE_TLS_CERTIFICATE") or None
         self._options = options
         self._starter = starter
         self._screen = screen
@@ -134,10 +146,16 @@ class Up:
             CliError: nothing happens any more.
         """
         wanted = {pod.plan.address for pod in self._starter.pods}
-        file = GatewayFile(pid=0, host=self._options.host, port=self._starter.port)
+        file = GatewayFile(pid=0, host=self._options.host, port=self._starter.port, tls_certificate=self._certificate)
         while True:
-            report = await ask_gateway(file)
+            report = await ask_gateway(file, key=client_key(self._environment))
             now = time.monotonic()
+            if report is Absence.UNAUTHORIZED:
+                raise CliError(
+                    "the gateway does not know the key that this command shows; "
+                    "set HOTSPARE_API_KEY to one of its keys, or unset it",
+                    code=ExitCode.BAD_CONFIGURATION,
+                )
             if isinstance(report, GatewayReport):
                 self._board.end(GATEWAY_STEP, now=now)
                 self._board.begin(ROUTES_STEP, now=now)
@@ -165,10 +183,16 @@ class Up:
 
     def _announce(self, report: GatewayReport) -> None:
         self._screen.finish()
-        url = base_url(self._options.host, self._starter.port)
+        url = base_url(self._options.host, self._starter.port, tls=self._certificate is not None)
         models = [model for worker in report.workers for model in worker.models]
         self._screen.say(f"ready after {time.monotonic() - self._began:.2f} s: {url}/v1", style="bold green")
-        self._screen.say(f"  {example_request(url, models[0] if models else 'default')}")
+        example = example_request(
+            url,
+            models[0] if models else "default",
+            with_key=client_key(self._environment) is not None,
+            certificate=self._certificate,
+        )
+        self._screen.say(f"  {example}")
         if self._options.shadows:
             complete = sum(self._complete.values())
             self._screen.say(spares_line(parked=complete, pods=len(self._starter.pods)))

@@ -13,6 +13,7 @@ SIMILAR: Final = 0.7
 """From this ratio on (difflib's, of names without prefix or dashes) a name may be a typing mistake for another."""
 
 _GATEWAY: Final = """
+    API_KEYS API_KEYS_FILE
     ATTEMPT_LIMIT BODY_TIMEOUT_SECONDS CLIENT_WRITE_TIMEOUT_SECONDS CONNECT_TIMEOUT_SECONDS DRAIN_TIMEOUT_SECONDS
     FIRST_BYTE_TIMEOUT_SECONDS HEARTBEAT_TIMEOUT_SECONDS HOST KEEPALIVE_SECONDS LOG_FORMAT LOG_LEVEL MAX_BODY_BYTES
     MAX_HELD_BYTES MAX_INFLIGHT PARENT_PID PORT RUN_DIR STALL_TIMEOUT_SECONDS WAIT_FOR_WORKER_SECONDS WORKERS
@@ -35,9 +36,10 @@ _MEMORY_SERVICE: Final = """
 """
 _OTHERS: Final = """
     BASE_PORT ENGINE GMS HOST KEEPER MODEL PARENT_PID PODS PORT RUN_DIR SHADOWS
-    MODEL_CACHE
+    API_KEY MODEL_CACHE
 """
-"""``hotspare up``'s own, and where converted models are kept (``workers.engines.vllm.smollm2``)."""
+"""``hotspare up``'s own, the key that commands show to the gateway (``app.cli.door``), and where converted models are
+kept (``workers.engines.vllm.smollm2``)."""
 
 KNOWN: Final = frozenset(
     f"{PREFIX}{name}" for name in f"{_GATEWAY} {_POD_AND_ENGINES} {_SIM} {_MEMORY_SERVICE} {_OTHERS}".split()

@@ -76,6 +76,27 @@ def drain_overran() -> GatewayError:
     )
 
 
+def missing_api_key() -> GatewayError:
+    return _invalid_api_key(
+        "This gateway needs an API key: send it as Authorization: Bearer KEY, or as x-api-key: KEY."
+    )
+
+
+def unknown_api_key() -> GatewayError:
+    return _invalid_api_key("The API key is not one that this gateway knows.")
+
+
+def _invalid_api_key(message: str) -> GatewayError:
+    return GatewayError(
+        401,
+        "invalid_api_key",
+        message,
+        type="invalid_request_error",
+        fault="client",
+        headers=((b"www-authenticate", b"Bearer"),),
+    )
+
+
 def no_worker(waited_seconds: float, model: str) -> GatewayError:
     served = f" that serves the model {model!r}" if model else ""
     return GatewayError(

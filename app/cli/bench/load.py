@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, Final
 
@@ -30,8 +30,16 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 class SteadyLoad:
     """Sends one request every ``period_seconds`` unless ``most_outstanding`` are unanswered, until closed."""
 
-    def __init__(self, url: str, body: dict[str, Any], *, period_seconds: float, most_outstanding: int) -> None:
-        self._url, self._body = url, body
+    def __init__(
+        self,
+        url: str,
+        body: dict[str, Any],
+        *,
+        headers: Mapping[str, str],
+        period_seconds: float,
+        most_outstanding: int,
+    ) -> None:
+        self._url, self._body, self._headers = url, body, headers
         self._period, self._most = period_seconds, most_outstanding
         self._running: set[asyncio.Task[None]] = set()
         self._more = asyncio.Event()
@@ -89,7 +97,7 @@ class SteadyLoad:
         sent = time.monotonic()
         status, problem = 0, None
         try:
-            response = await client.post(self._url, json=self._body)
+            response = await client.post(self._url, json=self._body, headers=self._headers)
             status = response.status_code
             if status != 200:
                 problem = response.text[:200]

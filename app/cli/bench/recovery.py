@@ -83,6 +83,7 @@ async def _run_arm(name: str, system: System, *, rounds: int, say: Say) -> Arm:
     load = SteadyLoad(
         f"{system.gateway_url}/v1/completions",
         {"model": await _model(system), "prompt": [42], "max_tokens": 1, "temperature": 0},
+        headers=system.headers,
         period_seconds=PERIOD_SECONDS,
         most_outstanding=MOST_OUTSTANDING,
     )

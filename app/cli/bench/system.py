@@ -14,6 +14,7 @@ from typing import Any, Final, TypeVar
 import httpx
 import msgspec
 
+from app.cli.door import client_key, key_headers
 from app.cli.launch import module_command, safe_environment
 
 T = TypeVar("T")
@@ -34,6 +35,8 @@ class System:
         self._process = process
         self._client = client
         self.gateway_url = ""
+        self.headers = key_headers(client_key(os.environ))
+        """For requests to the gateway, which has the keys of this environment, too."""
         self.pod: dict[str, Any] = {}
 
     @property
@@ -83,7 +86,8 @@ class System:
     async def get(self, url: str) -> dict[str, Any]:
         """A JSON document, or {} while nobody answers."""
         try:
-            return dict((await self._client.get(url)).json())
+            headers = self.headers if self.gateway_url and url.startswith(self.gateway_url) else {}
+            return dict((await self._client.get(url, headers=headers)).json())
         except (httpx.TransportError, ValueError):
             return {}
 

@@ -70,6 +70,7 @@ async def ended(folder: Path, *, pods_start: bool, start: float) -> tuple[str, S
             screen=PlainScreen(io.StringIO()),
             limits=Limits(gateway=5, pod=5, start=start),
             began=0.0,
+            environment={},
         )
         with pytest.raises(CliError) as caught:
             await up.run([])

@@ -39,6 +39,17 @@ def test_a_log_level_in_any_case(monkeypatch: pytest.MonkeyPatch) -> None:
     assert read_settings([]).log_level == "warning"
 
 
+def test_api_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOTSPARE_API_KEYS", "a, b")
+    assert [key.get_secret_value() for key in read_settings([]).api_keys] == ["a", "b"]
+    settings = read_settings(["--api-key", "c", "--api-key=d"])
+    assert [key.get_secret_value() for key in settings.api_keys] == ["c", "d"]
+    assert "'c'" not in repr(settings)
+    with pytest.raises(StartError, match=r"^api_keys: key 2 is not a key.*--api-key") as caught:
+        read_settings(["--api-key", "c", "--api-key", "my secret"])
+    assert "secret" not in str(caught.value)
+
+
 def test_the_alias_of_the_drain_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS", "11")
     assert read_settings([]).drain_timeout_seconds == 11

@@ -19,7 +19,7 @@ from gms.settings import GmsSettings
 from workers.settings import EngineSettings, PodSettings, SimSettings
 
 SETTINGS = (GatewaySettings, EngineSettings, PodSettings, SimSettings, GmsSettings)
-OTHERS = {"HOTSPARE_MODEL_CACHE", "HOTSPARE_PARENT_PID"}
+OTHERS = {"HOTSPARE_API_KEY", "HOTSPARE_MODEL_CACHE", "HOTSPARE_PARENT_PID"}
 """Read without a settings class."""
 
 

@@ -104,3 +104,16 @@ def test_the_example_survives_a_shell() -> None:
     assert words[:3] == ["curl", "-N", "http://h:1/v1/chat/completions"]
     body = json.loads(words[-1])
     assert (body["model"], body["max_tokens"]) == ('it\'s "mine"', 64)
+
+
+def test_the_example_with_a_key_and_a_certificate() -> None:
+    assert base_url("0.0.0.0", 8000, tls=True) == "https://127.0.0.1:8000"
+    example = example_request("https://h:1", "m", with_key=True, certificate="/my certs/tls.crt")
+    assert '-H "authorization: Bearer $HOTSPARE_API_KEY"' in example  # the shell puts it in
+    assert shlex.split(example)[:5] == [
+        "curl",
+        "-N",
+        "--cacert",
+        "/my certs/tls.crt",
+        "https://h:1/v1/chat/completions",
+    ]

@@ -178,6 +178,8 @@ def test_a_gateways_line() -> None:
     assert gateway_line(None) == "gateway: none in this folder"
     silent = GatewayStatus(pid=9, host="h", port=1, lifecycle="silent")
     assert gateway_line(silent) == "gateway h:1: silent (pid 9)"
+    closed = GatewayStatus(pid=9, host="h", port=1, lifecycle="unauthorized")
+    assert gateway_line(closed) == "gateway h:1: asks for an API key; set HOTSPARE_API_KEY (pid 9)"
 
 
 def test_numbers_for_people() -> None:

@@ -1,0 +1,70 @@
+"""Who may do what, as the settings say: read at the start, and again when a file of theirs changes.
+
+Nothing of this module ever puts a secret into a message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from app.credentials import ApiKeys, parse_key_file
+from app.settings import GatewaySettings
+from app.start_error import StartError
+from app.watched_files import WatchedFiles, read_text
+
+
+class Access:
+    """What is checked at the gateway's doors. Use :meth:`followed` while the gateway runs.
+
+    ``keys`` is ``None`` where everybody is let in.
+    """
+
+    def __init__(self, settings: GatewaySettings) -> None:
+        """Raises:
+        StartError: a file cannot be used.
+        """
+        self._files: list[tuple[WatchedFiles, Callable[[], str]]] = []
+        self._given = tuple(key.get_secret_value() for key in settings.api_keys)
+        self._keys_file = settings.api_keys_file
+        self.keys = self._api_keys()
+
+    @asynccontextmanager
+    async def followed(self) -> AsyncIterator[None]:
+        """Files are read again when they change, while inside."""
+        tasks = [asyncio.create_task(files.follow(reload)) for files, reload in self._files]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _api_keys(self) -> ApiKeys | None:
+        if self._keys_file is None:
+            return ApiKeys(self._given, salt=secrets.token_bytes(32)) if self._given else None
+        watched = WatchedFiles(self._keys_file)
+        keys = ApiKeys(self._given + self._filed(), salt=secrets.token_bytes(32))
+        if not len(keys):
+            raise StartError(
+                f"{self._keys_file} holds no key, so nobody could use this gateway; "
+                "write one a line, or unset api_keys_file (HOTSPARE_API_KEYS_FILE)"
+            )
+
+        def reload() -> str:
+            keys.replace(self._given + self._filed())
+            return f"{len(keys)} API keys are known now"
+
+        self._files.append((watched, reload))
+        return keys
+
+    def _filed(self) -> tuple[str, ...]:
+        if self._keys_file is None:
+            return ()
+        text = read_text(self._keys_file, "api_keys_file")
+        try:
+            return parse_key_file(text)
+        except ValueError as error:
+            raise StartError(f"{self._keys_file}: {error}") from None
