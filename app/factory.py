@@ -18,6 +18,8 @@ from app.admission import AdmissionController
 from app.asgi import Message, Receive, Scope, Send
 from app.credentials import OPEN_PATHS, ApiKeys
 from app.direct import DirectEndpoint
+from app.discovery.follower import Discovery
+from app.discovery.sources import DnsSource, FileSource, Source, StaticSource
 from app.drain import DrainProgress
 from app.headers import REQUEST_ID, client_request_id
 from app.intake import Intake, RequestIds
@@ -51,6 +53,7 @@ class Gateway:
     lifecycle: LifecycleMachine
     admission: AdmissionController
     registry: WorkerRegistry
+    discovery: Discovery
     relay: Relay
     intake: Intake
     metrics: GatewayMetrics
@@ -120,11 +123,9 @@ def create_app(settings: GatewaySettings) -> GatewayApp:
     metrics = GatewayMetrics()
     ids = RequestIds()
     registry = WorkerRegistry(
-        settings.workers,
-        connect_timeout=settings.connect_timeout_seconds,
-        heartbeat_timeout=settings.heartbeat_timeout_seconds,
-        on_discovered=lambda: _discovered(lifecycle),
+        connect_timeout=settings.connect_timeout_seconds, heartbeat_timeout=settings.heartbeat_timeout_seconds
     )
+    discovery = Discovery(_source(settings), registry, on_discovered=lambda: _discovered(lifecycle))
     relay = Relay(
         registry=registry,
         router=RoundRobinRouter(),
@@ -148,7 +149,17 @@ def create_app(settings: GatewaySettings) -> GatewayApp:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with access.followed(), registry, LoopLag(metrics.loop_lag):
+    intake: Intake
+    metrics: GatewayMetrics
+    drain: DrainProgress
+    sessions: RealtimeSessions
+
+    def interrupt_all(self, error: GatewayError) -> int:
+        """End every admitted request with this error; returns how many there were. Sessions close once theirs have."""
+        cut = self.intake.uploads.interrupt_all(error) + self.relay.interrupt_all(error)
+        self.sessions.hasten()
+        self.metrics.drain_cut(cut)
+        return cut
             yield
 
     app = GatewayApp(
@@ -166,6 +177,7 @@ def create_app(settings: GatewaySettings) -> GatewayApp:
         lifecycle=lifecycle,
         admission=admission,
         registry=registry,
+        discovery=discovery,
         relay=relay,
         intake=intake,
         metrics=metrics,
@@ -191,12 +203,21 @@ def create_app(settings: GatewaySettings) -> GatewayApp:
         )
         for path, route in RELAY_ROUTES.items()
     }
-    app.include_router(health_router(lifecycle, registry, drain))
+    app.include_router(health_router(lifecycle, registry, discovery, drain))
     app.include_router(models_router(registry, created=int(time.time())))
     app.include_router(status_router(lifecycle, admission, registry))
-    app.include_router(metrics_router(metrics, lifecycle, admission, registry, drain))
+    app.include_router(metrics_router(metrics, lifecycle, admission, registry, discovery, drain))
     _install_errors(app)
     return app
+
+
+def _source(settings: GatewaySettings) -> Source:
+    """Settings name one at most."""
+    if settings.workers_file is not None:
+        return FileSource(settings.workers_file)
+    if settings.workers_dns is not None:
+        return DnsSource(settings.workers_dns, interval_seconds=settings.discovery_interval_seconds)
+    return StaticSource(settings.workers)
 
 
 def _discovered(lifecycle: LifecycleMachine) -> None:

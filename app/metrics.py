@@ -10,6 +10,7 @@ Where several processes are read as one, counters and histograms add up, and gau
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import platform
 import time
 from collections.abc import Mapping
@@ -20,6 +21,7 @@ from typing import Final, Literal
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
+from app.discovery.follower import Discovery
 from app.drain import DrainStage
 from app.lifecycle import Lifecycle
 from app.liveness import WorkerState
@@ -33,10 +35,14 @@ _LAG_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
 GAUGE_MERGE: Final[Mapping[str, Literal["sum", "max", "min"]]] = MappingProxyType(
     {
         "hotspare_build_info": "max",
+        "hotspare_discovered_workers": "max",
+        "hotspare_discovery_last_success_timestamp_seconds": "min",
+        "hotspare_discovery_up": "min",
         "hotspare_drain_remaining_seconds": "max",
         "hotspare_drain_stage": "max",
         "hotspare_inflight_requests": "sum",
         "hotspare_lifecycle": "max",
+        "hotspare_realtime_sessions": "sum",
         "hotspare_waiting_requests": "sum",
         "hotspare_worker_epoch": "max",
         "hotspare_worker_routable": "max",
@@ -128,6 +134,17 @@ class GatewayMetrics:
         build = Gauge("hotspare_build_info", "1, with what runs here.", ["version", "python"], registry=own)
         build.labels(_version(), platform.python_version()).set(1)
         self._series: dict[tuple[str, str, int], _RequestSeries] = {}
+        self._discovery_up = Gauge(
+            "hotspare_discovery_up", "Whether the source of worker addresses works.", registry=own
+        )
+        self._discovery_at = Gauge(
+            "hotspare_discovery_last_success_timestamp_seconds",
+            "When the source last gave a list; Unix time, 0: never.",
+            registry=own,
+        )
+        self._discovered = Gauge("hotspare_discovered_workers", "Addresses of workers in use.", registry=own)
+        self._shown: set[str] = set()
+        """Addresses that have series."""
 
     def request(
         self,
@@ -178,6 +195,7 @@ class GatewayMetrics:
         drain_stage: DrainStage,
         drain_remaining: float,
         registry: WorkerRegistry,
+        discovery: Discovery,
     ) -> None:
         """Take over what is derived elsewhere, just before it is read."""
         self._drain_remaining.set(drain_remaining)
@@ -187,7 +205,21 @@ class GatewayMetrics:
         self._waiting.set(registry.waiting)
         for stage in Lifecycle:
             self._lifecycle.labels(stage.value).set(stage is lifecycle)
+        self._discovery_up.set(discovery.up)
+        self._discovery_at.set(discovery.picture.succeeded_at)
+        self._discovered.set(len(registry.entries))
+        self._look_at_workers(registry)
+
+    def _look_at_workers(self, registry: WorkerRegistry) -> None:
         now = time.monotonic()
+        addresses = {str(address) for address in registry.entries}
+        for address in self._shown - addresses:
+            for state in WorkerState:
+                self._state.remove(address, state.value)
+            for gauge in (self._epoch, self._routable):
+                with contextlib.suppress(KeyError):  # an epoch was never heard of
+                    gauge.remove(address)
+        self._shown = addresses
         for entry in registry.entries.values():
             address = str(entry.address)
             current = entry.current

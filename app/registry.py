@@ -3,6 +3,9 @@
 One :class:`WorkerEntry` per address, one :class:`Replica` per (worker, instance, epoch) that has a live watch. States
 are derived (``liveness``) whenever a fact changes; the list of who is routable is recomputed then and not per request.
 Requests that wait for a worker are woken in that same turn of the loop, oldest first.
+
+Addresses come and go (:meth:`WorkerRegistry.follow`). One that went gets no new requests; its watch, which tells of its
+death, and its connections stay until the streams that run on it have ended.
 """
 
 from __future__ import annotations
@@ -85,6 +88,8 @@ class WorkerEntry:
         """The replica heard of last, also when it is gone."""
         self.history: deque[Transition] = deque(maxlen=HISTORY_LENGTH)
         self.timer: asyncio.TimerHandle | None = None
+        self.watch: AddressWatch | None = None
+        self.task: asyncio.Task[None] | None = None
 
     @property
     def current(self) -> Replica | None:
@@ -120,56 +125,98 @@ class WorkerRegistry:
 
     def __init__(
         self,
-        addresses: Sequence[Address],
+        addresses: Sequence[Address] = (),
         *,
         connect_timeout: float,
         heartbeat_timeout: float,
-        on_discovered: Callable[[], None] | None = None,
     ) -> None:
+        """``addresses``: those known from the start; :meth:`follow` gives others."""
         self.entries = {address: WorkerEntry(address) for address in addresses}
         self._connect_timeout = connect_timeout
         self._heartbeat_timeout = heartbeat_timeout
-        self._on_discovered = on_discovered
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._watches: dict[Address, AddressWatch] = {}
+        self._leaving: set[WorkerEntry] = set()
+        """Entries whose address went, while streams run on them."""
+        self._departed: dict[tuple[str, ...], float] = {}
+        """What workers served whose address is gone, and when they were last heard of."""
+        self._open = False
         self._closing = False
         self._waiters: set[Waiter] = set()
         self._routable: dict[ReplicaKey, Replica] = {}
         self._by_model: dict[str, tuple[Replica, ...]] = {"": ()}
 
     async def __aenter__(self) -> Self:
-        for address in self.entries:
-            watch = AddressWatch(
-                address, self, connect_timeout=self._connect_timeout, heartbeat_timeout=self._heartbeat_timeout
-            )
-            self._watches[address] = watch
-            self._spawn(watch)
-        self._tasks.add(asyncio.create_task(self._discover()))
+        self._open = True
+        for entry in self.entries.values():
+            self._watch(entry)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._closing = True
-        for task in self._tasks:
+        entries = [*self.entries.values(), *self._leaving]
+        tasks = [entry.task for entry in entries if entry.task is not None]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        for entry in self.entries.values():
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for entry in entries:
             if entry.timer is not None:
                 entry.timer.cancel()
             for replica in list(entry.replicas.values()):
                 replica.pool.close()
 
-    def _spawn(self, watch: AddressWatch) -> None:
-        self._tasks.add(asyncio.create_task(watch.run()))
+    def _watch(self, entry: WorkerEntry) -> None:
+        entry.watch = AddressWatch(
+            entry.address, self, connect_timeout=self._connect_timeout, heartbeat_timeout=self._heartbeat_timeout
+        )
+        entry.task = asyncio.create_task(entry.watch.run())
 
-    async def _discover(self) -> None:
-        for watch in self._watches.values():
-            await watch.tried
-            if not self.entries[watch.address].replicas:
-                logger.info("worker %s is not there yet", watch.address)
-        if self._on_discovered is not None:
-            self._on_discovered()
+    # Which workers there are
+
+    def follow(self, addresses: Sequence[Address]) -> None:
+        """From now on these are the workers, in this order. An address that comes back is a new worker."""
+        before = self.entries
+        self.entries = {address: before.get(address) or WorkerEntry(address) for address in addresses}
+        for address, entry in self.entries.items():
+            if self._open and address not in before:
+                self._watch(entry)
+        for address, entry in before.items():
+            if address not in self.entries:
+                self._leave(entry)
+        self._recompute(time.monotonic())
+        self._wake()
+
+    async def tried(self) -> None:
+        """Returns once each address that is known now was tried."""
+        for entry in list(self.entries.values()):
+            if entry.watch is not None:
+                await asyncio.shield(entry.watch.tried)
+                if not entry.replicas and entry.watch.wanted:
+                    logger.info("worker %s is not there yet", entry.address)
+
+    def _leave(self, entry: WorkerEntry) -> None:
+        if entry.last is not None:
+            at = time.monotonic() if entry.replicas else entry.last.line_at
+            self._departed[entry.last.line.models] = at
+        self._leaving.add(entry)
+        if entry.watch is not None:
+            entry.watch.leave()
+        for replica in list(entry.replicas.values()):
+            replica.pool.finish(lambda: self._left(entry))
+        self._left(entry)
+
+    def _left(self, entry: WorkerEntry) -> None:
+        """Drop an entry that leaves, if no stream runs on it any more."""
+        if self._closing or entry not in self._leaving or any(r.pool.busy for r in entry.replicas.values()):
+            return
+        self._leaving.discard(entry)
+        if entry.timer is not None:
+            entry.timer.cancel()
+            entry.timer = None
+        entry.replicas.clear()
+        if entry.task is not None:
+            entry.task.cancel()
+        logger.info("worker %s was removed", entry.address)
 
     # What requests ask
 
@@ -198,7 +245,7 @@ class WorkerRegistry:
     def mixed(self) -> bool:
         """Whether workers serve different models, so that a request must name one. Names that all of them serve are
         names of one model, or of one with its adapters."""
-        return len({line.models for line in self._remembered()}) > 1
+        return len(self._known()) > 1
 
     def knows(self, model: str) -> bool:
         """Whether a worker serves this model, or did a minute ago: bounds the values of a metric's label."""
@@ -206,16 +253,20 @@ class WorkerRegistry:
 
     def known_models(self) -> set[str]:
         """Models of reachable workers, and of those that went away less than a minute ago."""
-        return {model for line in self._remembered() for model in line.models}
+        return {model for models in self._known() for model in models}
 
-    def _remembered(self) -> list[WatchLine]:
-        """What each worker said last, if it is reachable or went away less than a minute ago."""
+    def _known(self) -> set[tuple[str, ...]]:
+        """The models of each worker that is reachable, or went away less than a minute ago."""
         oldest = time.monotonic() - REMEMBERED_SECONDS
-        return [
-            entry.last.line
+        found = {
+            entry.last.line.models
             for entry in self.entries.values()
             if entry.last is not None and (entry.replicas or entry.last.line_at >= oldest)
-        ]
+        }
+        if self._departed:
+            self._departed = {models: at for models, at in self._departed.items() if at >= oldest}
+            found.update(self._departed)
+        return found
 
     def reachable_models(self) -> list[str]:
         """Models of the workers that have a watch now, each once, in the order of the workers."""
@@ -242,7 +293,9 @@ class WorkerRegistry:
     # What happens to workers
 
     def watch_line(self, session: WatchSession, key: ReplicaKey, line: WatchLine) -> bool:
-        entry = self.entries[session.address]
+        entry = self._entry_of(session)
+        if entry is None:
+            return False
         replica = entry.replicas.get(key)
         if replica is None:
             pool = UpstreamPool(
@@ -259,9 +312,9 @@ class WorkerRegistry:
         return True
 
     def watch_gone(self, session: WatchSession) -> None:
-        entry = self.entries[session.address]
-        replica = None if session.key is None else entry.replicas.get(session.key)
-        if self._closing or replica is None or replica.session is not session:
+        entry = self._entry_of(session)
+        replica = None if session.key is None or entry is None else entry.replicas.get(session.key)
+        if self._closing or entry is None or replica is None or replica.session is not session:
             return
         replica.suspected_at = time.monotonic()
         self._update(entry)
@@ -269,6 +322,13 @@ class WorkerRegistry:
         del entry.replicas[replica.key]
         self._update(entry)
         replica.pool.retire()
+        self._left(entry)
+
+    def _entry_of(self, session: WatchSession) -> WorkerEntry | None:
+        for entry in self._leaving:
+            if any(replica.session is session for replica in entry.replicas.values()):
+                return entry
+        return self.entries.get(session.address)
 
     def _suspect(self, entry: WorkerEntry, session: WatchSession) -> None:
         """A stream of this worker broke."""
@@ -293,9 +353,8 @@ class WorkerRegistry:
             )
         self._set_timer(entry, state)
         self._recompute(now)
-        watch = self._watches.get(entry.address)
-        if watch is not None:
-            watch.poke()
+        if entry.watch is not None:
+            entry.watch.poke()
         self._wake()
 
     def _recompute(self, now: float) -> None:

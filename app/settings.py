@@ -7,15 +7,24 @@ name with dashes); flags win. A bad value refuses to start, with a sentence.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal, Self
 
+<<<<<<< HEAD
 from pydantic import AliasChoices, BeforeValidator, Field, SecretStr
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from app.address import Address, parse_addresses
 from app.credentials import parse_keys
+=======
+from pydantic import AliasChoices, BeforeValidator, Field, model_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+from app.address import Address, parse_address, parse_addresses
+>>>>>>> 64ecf04 (Gateway: workers are discovered from a file or a DNS name and followed; streams on a removed one run to their end)
 
 MIB = 1024 * 1024
+SOURCES: Final = ("workers", "workers_file", "workers_dns")
+"""The settings that say where workers are: one of them."""
 
 
 def _addresses(value: object) -> object:
@@ -26,11 +35,16 @@ def _lower(value: object) -> object:
     return value.lower() if isinstance(value, str) else value
 
 
+<<<<<<< HEAD
 def _keys(value: object) -> object:
     """From the variable (a text) or from flags (a list of texts)."""
     if isinstance(value, list):
         value = ",".join(map(str, value))
     return tuple(map(SecretStr, parse_keys(value))) if isinstance(value, str) else value
+=======
+def _address(value: object) -> object:
+    return parse_address(value) if isinstance(value, str) else value
+>>>>>>> 64ecf04 (Gateway: workers are discovered from a file or a DNS name and followed; streams on a removed one run to their end)
 
 
 Seconds = Annotated[float, Field(gt=0, le=86400, allow_inf_nan=False)]
@@ -46,7 +60,15 @@ class GatewaySettings(BaseSettings):
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     """Port to listen on. 0: any free one; the log line and ``gateway.json`` say which."""
     workers: Annotated[tuple[Address, ...], NoDecode, BeforeValidator(_addresses)] = (Address("127.0.0.1", 8100),)
-    """The pods' serving ports, comma separated: ``host:port`` or ``http://host:port``."""
+    """The pods' serving ports, comma separated: ``host:port`` or ``http://host:port``. Instead of it, one of the other
+    ``workers_`` settings may say where workers are."""
+    workers_file: Path | None = None
+    """A file of workers, one ``host:port`` a line (``#`` begins a comment) or a JSON list of them. It is followed."""
+    workers_dns: Annotated[Address | None, BeforeValidator(_address)] = None
+    """``host:port``: each address of this name is a worker, as with a headless Service. It is
+    resolved again and again."""
+    discovery_interval_seconds: Seconds = 5.0
+    """How often ``workers_dns`` is resolved."""
 
     api_keys: Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_keys)] = ()
     """Keys that clients must show one of, comma separated; the flag can be repeated. Without any, and without a file of
@@ -103,3 +125,10 @@ class GatewaySettings(BaseSettings):
     """Die when this process, the parent, dies. Set by whoever starts us on one machine; unset in a container."""
     run_dir: Path | None = None
     """If set, ``gateway.json`` there says pid, host and port while the gateway runs."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        given = [name for name in SOURCES if name in self.model_fields_set and getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} are set; workers are found in one way: unset all but one of them")
+        return self

@@ -288,6 +288,7 @@ class UpstreamPool:
         self._all: set[UpstreamConnection] = set()
         self._opening: set[asyncio.Task[None]] = set()
         self._retired = False
+        self._on_finished: Callable[[], None] | None = None
 
     @property
     def address(self) -> Address:
@@ -313,6 +314,19 @@ class UpstreamPool:
         self._opening.add(task)
         task.add_done_callback(self._opening.discard)
         return future
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request has a connection, or is about to."""
+        return bool(self._all)
+
+    def finish(self, on_finished: Callable[[], None]) -> None:
+        """No more requests: drop idle connections now, each of the others after its answer. ``on_finished`` is called
+        after the last one."""
+        self._retired = True
+        self._on_finished = on_finished
+        for connection in list(self._idle):
+            connection.abort()
 
     def retire(self) -> None:
         """The replica is gone: drop idle connections now, and the others once they had time to deliver the rest."""
@@ -345,6 +359,8 @@ class UpstreamPool:
     def _forget(self, connection: UpstreamConnection) -> None:
         self._all.discard(connection)
         self._idle.pop(connection, None)
+        if self._on_finished is not None and not self._all:
+            self._on_finished()
 
     def _keep(self, connection: UpstreamConnection) -> None:
         if self._retired:
@@ -367,7 +383,7 @@ class UpstreamPool:
             pass
         finally:
             if not opened:
-                self._all.discard(connection)
+                self._forget(connection)
                 connection.abort()
             if not opened and not future.done():
                 future.set_exception(error)

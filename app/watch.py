@@ -134,6 +134,7 @@ class AddressWatch:
         self._sessions: set[WatchSession] = set()
         self._changed = asyncio.Event()
         self._complained = ""
+        self._leaving = False
         self.tried: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def run(self) -> None:
@@ -164,8 +165,24 @@ class AddressWatch:
         """Something about this address changed: look whether another dial is needed."""
         self._changed.set()
 
+    @property
+    def wanted(self) -> bool:
+        """Whether the address is still one of a worker."""
+        return not self._leaving
+
+    def leave(self) -> None:
+        """Dial no more: what is open stays open until it ends, or the task is cancelled."""
+        self._leaving = True
+        if not self.tried.done():
+            self.tried.set_result(None)
+        for session in list(self._sessions):
+            if session.key is None:
+                session.close()
+        self.poke()
+
     def _watched(self) -> bool:
-        return any(s.line is not None and s.line.state is Role.ACTIVE for s in self._sessions)
+        """Whether no dial is needed."""
+        return self._leaving or any(s.line is not None and s.line.state is Role.ACTIVE for s in self._sessions)
 
     def _drop_silent(self, silence: float) -> None:
         oldest = time.monotonic() - silence
@@ -182,7 +199,11 @@ class AddressWatch:
 
     async def _dial(self) -> None:
         try:
-            session = WatchSession(self.address, await self._pool.open(), self._listener)
+            connection = await self._pool.open()
+            if self._leaving:
+                connection.abort()
+                return
+            session = WatchSession(self.address, connection, self._listener)
             session.start()
         except UpstreamError:
             return  # nobody listens there at the moment: normal during a promotion

@@ -7,24 +7,29 @@ import time
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 
+from app.discovery.follower import Discovery
 from app.drain import DrainProgress, DrainStage
 from app.lifecycle import Lifecycle, LifecycleMachine
 from app.registry import WorkerRegistry
 
 
-def health_router(lifecycle: LifecycleMachine, registry: WorkerRegistry, drain: DrainProgress) -> APIRouter:
+def health_router(
+    lifecycle: LifecycleMachine, registry: WorkerRegistry, discovery: Discovery, drain: DrainProgress
+) -> APIRouter:
     router = APIRouter()
 
     @router.get("/health")
     async def health() -> JSONResponse:
         """Ready once the first discovery is done. A gateway without a routable worker stays ready: requests can wait
-        here, and nowhere else."""
+        here, and nowhere else. ``discovery`` says what is wrong with it."""
         ready = lifecycle.state is Lifecycle.READY
         document: dict[str, object] = {
             "status": lifecycle.state.value,
             "workers": len(registry.entries),
             "routable": len(registry.candidates("")),
         }
+        if discovery.problem is not None:
+            document["discovery"] = discovery.problem
         if drain.stage is not DrainStage.NONE:
             left = drain.remaining(time.monotonic())
             document["drain"] = {"stage": drain.stage.value, "remaining_seconds": round(left, 3)}

@@ -8,6 +8,7 @@ from fastapi import APIRouter
 from fastapi.responses import Response
 
 from app.admission import AdmissionController
+from app.discovery.follower import Discovery
 from app.drain import DrainProgress
 from app.lifecycle import LifecycleMachine
 from app.metrics import CONTENT_TYPE, GatewayMetrics
@@ -19,6 +20,7 @@ def metrics_router(
     lifecycle: LifecycleMachine,
     admission: AdmissionController,
     registry: WorkerRegistry,
+    discovery: Discovery,
     drain: DrainProgress,
 ) -> APIRouter:
     router = APIRouter()
@@ -31,6 +33,7 @@ def metrics_router(
             drain_stage=drain.stage,
             drain_remaining=drain.remaining(time.monotonic()),
             registry=registry,
+            discovery=discovery,
         )
         return Response(await metrics.text(), headers={"content-type": CONTENT_TYPE})
 

@@ -99,8 +99,8 @@ async def run_gateway(
     *workers: FakeWorker, wait_until_ready: bool = True, head_seconds: float = HEAD_SECONDS, **settings: Any
 ) -> AsyncIterator[Running]:
     """A gateway over these workers; ready, and with every running worker up, when this returns."""
-    addresses = ",".join(worker.address for worker in workers)
-    app = create_app(GatewaySettings(workers=addresses, **({"wait_for_worker_seconds": 5} | settings)))
+    given = {"workers": ",".join(worker.address for worker in workers), "wait_for_worker_seconds": 5} | settings
+    app = create_app(GatewaySettings(**{name: value for name, value in given.items() if value is not None}))
     if Shell.chosen == "asgi":
         app.direct = {}
     server = GatewayServer(app, head_seconds=head_seconds)

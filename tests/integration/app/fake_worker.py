@@ -247,7 +247,8 @@ class FakeWorker:
         """Change the watch line and send it."""
         self.line = msgspec.structs.replace(self.line, seq=self.line.seq + 1, **changes)
         for writer in self._watchers:
-            writer.write(chunk(encode_watch_line(self.line)))
+            if not writer.is_closing():
+                writer.write(chunk(encode_watch_line(self.line)))
 
     def drop_watches(self) -> None:
         for writer in self._watchers:
@@ -308,7 +309,7 @@ class FakeWorker:
         self._watchers.add(call.writer)
         await call.send(chunk(encode_watch_line(self.line)))
         self.watches_opened += 1
-        while True:
+        while not call.writer.is_closing():
             await asyncio.sleep(0.1)
             if self.heartbeat:
                 self.say()

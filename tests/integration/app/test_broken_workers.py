@@ -136,7 +136,8 @@ async def test_a_watch_whose_connection_dies_at_once_is_dialled_again(
     (worker,) = await workers("pod-0")
     async with run_gateway(worker) as running:
         await running.until(lambda: bool(running.gateway.registry.candidates("")))
-        (watch,) = running.gateway.registry._watches.values()
+        watch = running.entry(worker).watch
+        assert watch is not None
         opened = opens_dead(watch._pool, times=3)
         worker.drop_watches()
         await running.until(lambda: worker.watches_opened == 2)

@@ -4,6 +4,8 @@ import asyncio
 import re
 import time
 
+from app.discovery.follower import Discovery
+from app.discovery.sources import StaticSource
 from app.drain import DrainStage
 from app.lifecycle import Lifecycle
 from app.loop_lag import LoopLag
@@ -11,7 +13,7 @@ from app.metrics import GAUGE_MERGE, GatewayMetrics
 from app.registry import WorkerRegistry
 from app.relayed import Report
 
-UNITS = "seconds|bytes|info|requests|retries|disconnects|errors|lifecycle|fds|state|stage|epoch|routable"
+UNITS = "seconds|bytes|info|requests|retries|disconnects|errors|lifecycle|fds|state|stage|epoch|routable|up|workers"
 BASE_UNITS = re.compile(rf"_({UNITS})$")
 
 
@@ -72,6 +74,7 @@ async def test_a_drain_is_seen() -> None:
         drain_stage=DrainStage.WAITING,
         drain_remaining=1.5,
         registry=registry,
+        discovery=Discovery(StaticSource([]), registry, on_discovered=lambda: None),
     )
     said = await text(metrics)
     assert 'hotspare_lifecycle{state="draining"} 1.0' in said

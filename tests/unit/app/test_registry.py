@@ -175,3 +175,79 @@ async def test_the_history_is_bounded(registry: WorkerRegistry) -> None:
     history = registry.entries[A].history
     assert len(history) == HISTORY_LENGTH
     assert history[-1].state is WorkerState.DOWN
+
+
+async def test_an_address_that_goes_gets_nothing_new_and_leaves_nothing(registry: WorkerRegistry) -> None:
+    watch = session(registry)
+    watch.say()
+    registry.follow([B])
+    assert registry.candidates("m") == ()
+    assert list(registry.entries) == [B]
+    assert not registry.is_unknown("m")  # it was there a moment ago
+    assert not watch.say()
+    watch.end()
+    assert not registry._leaving
+
+
+async def test_an_address_that_goes_stays_watched_while_streams_run_on_it(registry: WorkerRegistry) -> None:
+    watch = session(registry)
+    watch.say()
+    (replica,) = registry.candidates("m")
+    stream = replica.pool._connection()
+    registry.follow([B])
+    assert registry.candidates("m") == ()
+    assert watch.say(steps=5, later=1)
+    assert (replica.line.steps, replica.steps_at) == (5, watch.line_at)
+    replica.pool._forget(stream)
+    assert not registry._leaving
+    assert not watch.say()
+
+
+async def test_an_address_that_comes_back_is_a_new_worker_beside_its_streams(registry: WorkerRegistry) -> None:
+    old = session(registry)
+    old.say()
+    (replica,) = registry.candidates("m")
+    stream = replica.pool._connection()
+    registry.follow([B])
+    registry.follow([A, B])
+    assert registry.candidates("m") == ()
+    new = session(registry)
+    new.say()
+    (other,) = registry.candidates("m")
+    assert other is not replica
+    old.say(state=Role.DRAINING)
+    assert registry.candidates("m") == (other,)
+    replica.pool._forget(stream)
+    old.end()
+    assert registry.candidates("m") == (other,)
+    assert states(registry) == [("UP", 1)]
+
+
+async def test_a_watch_that_ends_ends_an_address_that_leaves(registry: WorkerRegistry) -> None:
+    watch = session(registry)
+    watch.say()
+    (replica,) = registry.candidates("m")
+    replica.pool._connection()
+    registry.follow([])
+    watch.end()
+    assert not registry._leaving
+
+
+async def test_the_order_of_addresses_is_that_of_the_last_list(registry: WorkerRegistry) -> None:
+    session(registry, A).say()
+    session(registry, B).say()
+    kept = registry.entries[A]
+    registry.follow([B, A])
+    assert registry.entries[A] is kept
+    assert [replica.address for replica in registry.candidates("m")] == [B, A]
+
+
+async def test_a_request_that_waits_learns_that_nobody_is_left_who_could_know(registry: WorkerRegistry) -> None:
+    gone = session(registry, A)
+    gone.say()
+    gone.end()
+    registry.follow([B])
+    registry._departed["m",] -= 61
+    waiter = registry.wait(1, "m", anything)
+    session(registry, B, model="n").say()
+    assert waiter.future.done()

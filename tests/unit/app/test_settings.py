@@ -71,12 +71,21 @@ def test_the_alias_of_the_drain_timeout(monkeypatch: pytest.MonkeyPatch) -> None
         (["--wait-for-worker-seconds", "nan"], "wait_for_worker_seconds"),
         (["--drain-timeout-seconds", "-1"], "drain_timeout_seconds=-1"),
         (["--log-format", "xml"], "log_format=xml"),
+        (["--workers-dns", "pods"], "workers_dns=pods: .*port is missing"),
+        (["--workers", "a:1", "--workers-file", "f"], "^workers and workers_file are set; .* unset all but one"),
     ],
 )
 def test_a_bad_value_is_a_sentence(arguments: list[str], reason: str) -> None:
     with pytest.raises(StartError, match=reason) as caught:
         read_settings(arguments)
     assert "\n" not in str(caught.value)
+
+
+def test_a_source_in_the_environment_and_another_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOTSPARE_WORKERS_FILE", "f")
+    assert read_settings([]).workers_file == Path("f")
+    with pytest.raises(StartError, match="workers_file and workers_dns are set"):
+        read_settings(["--workers-dns", "pods:8100"])
 
 
 def test_announcement(tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""Where the addresses of workers come from."""
