@@ -65,16 +65,12 @@ def read_settings(arguments: Sequence[str]) -> GatewaySettings:
 
 def _sentence(location: tuple[int | str, ...], message: str, value: object) -> str:
     reason = message.removeprefix("Value error, ")
-<<<<<<< HEAD
-    given = name if name in _SECRET else f"{name}={value}"
-    flag = "--api-key" if name == "api_keys" else f"--{name.replace('_', '-')}"
-    return f"{given}: {reason} (set it with {flag} or HOTSPARE_{name.upper()})"
-=======
     if not location:
         return reason
     name = str(location[0])
-    return f"{name}={value}: {reason} (set it with --{name.replace('_', '-')} or HOTSPARE_{name.upper()})"
->>>>>>> 64ecf04 (Gateway: workers are discovered from a file or a DNS name and followed; streams on a removed one run to their end)
+    given = name if name in _SECRET else f"{name}={value}"
+    flag = "--api-key" if name == "api_keys" else f"--{name.replace('_', '-')}"
+    return f"{given}: {reason} (set it with {flag} or HOTSPARE_{name.upper()})"
 
 
 def die_with_parent(parent_pid: int) -> None:

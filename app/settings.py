@@ -9,18 +9,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Final, Literal, Self
 
-<<<<<<< HEAD
-from pydantic import AliasChoices, BeforeValidator, Field, SecretStr
-from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
-
-from app.address import Address, parse_addresses
-from app.credentials import parse_keys
-=======
-from pydantic import AliasChoices, BeforeValidator, Field, model_validator
+from pydantic import AliasChoices, BeforeValidator, Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from app.address import Address, parse_address, parse_addresses
->>>>>>> 64ecf04 (Gateway: workers are discovered from a file or a DNS name and followed; streams on a removed one run to their end)
+from app.credentials import parse_keys
 
 MIB = 1024 * 1024
 SOURCES: Final = ("workers", "workers_file", "workers_dns")
@@ -35,16 +28,15 @@ def _lower(value: object) -> object:
     return value.lower() if isinstance(value, str) else value
 
 
-<<<<<<< HEAD
 def _keys(value: object) -> object:
     """From the variable (a text) or from flags (a list of texts)."""
     if isinstance(value, list):
         value = ",".join(map(str, value))
     return tuple(map(SecretStr, parse_keys(value))) if isinstance(value, str) else value
-=======
+
+
 def _address(value: object) -> object:
     return parse_address(value) if isinstance(value, str) else value
->>>>>>> 64ecf04 (Gateway: workers are discovered from a file or a DNS name and followed; streams on a removed one run to their end)
 
 
 Seconds = Annotated[float, Field(gt=0, le=86400, allow_inf_nan=False)]
