@@ -149,17 +149,7 @@ def create_app(settings: GatewaySettings) -> GatewayApp:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-    intake: Intake
-    metrics: GatewayMetrics
-    drain: DrainProgress
-    sessions: RealtimeSessions
-
-    def interrupt_all(self, error: GatewayError) -> int:
-        """End every admitted request with this error; returns how many there were. Sessions close once theirs have."""
-        cut = self.intake.uploads.interrupt_all(error) + self.relay.interrupt_all(error)
-        self.sessions.hasten()
-        self.metrics.drain_cut(cut)
-        return cut
+        async with access.followed(), registry, discovery, LoopLag(metrics.loop_lag):
             yield
 
     app = GatewayApp(

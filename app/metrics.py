@@ -42,7 +42,6 @@ GAUGE_MERGE: Final[Mapping[str, Literal["sum", "max", "min"]]] = MappingProxyTyp
         "hotspare_drain_stage": "max",
         "hotspare_inflight_requests": "sum",
         "hotspare_lifecycle": "max",
-        "hotspare_realtime_sessions": "sum",
         "hotspare_waiting_requests": "sum",
         "hotspare_worker_epoch": "max",
         "hotspare_worker_routable": "max",
