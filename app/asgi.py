@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any, TypeVar
+from typing import Any
 
 from app.downstream import DownstreamObserver
 from app.openai.errors import Header
@@ -14,7 +14,6 @@ Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
-T = TypeVar("T")
 
 HIGH_WATER_BYTES = 256 * 1024
 LOW_WATER_BYTES = 64 * 1024
@@ -27,7 +26,7 @@ Written = Callable[[float], Awaitable[None]]
 
 
 class AsgiDownstream:
-    """A ``Downstream`` that queues, and sends while the relay waits (:meth:`pump`)."""
+    """A ``Downstream`` that queues, and sends while its endpoint waits (:meth:`run`)."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, *, write_timeout: float) -> None:
         self._receive = receive
@@ -42,6 +41,7 @@ class AsgiDownstream:
         self._gone = False
         self._wake: asyncio.Future[None] | None = None
         self._watcher: asyncio.Task[None] | None = None
+        self._then: Callable[[], None] | None = None
 
     def watch_client(self) -> None:
         """Start to look for the client's leaving; after the body was read."""
@@ -77,27 +77,30 @@ class AsgiDownstream:
         """Nothing more is queued: an endpoint that returns without ending its answer has its connection closed."""
         self._ended = True
 
-    async def pump(self, until: asyncio.Future[T]) -> T:
-        if not until.done():
-            until.add_done_callback(self._kick)
-        while not until.done():
+    def settle(self, then: Callable[[], None]) -> None:
+        self._then = then
+        self._kick()
+
+    async def run(self) -> None:
+        """Send what is queued, and what comes, until nothing follows and all is out."""
+        while self._then is None or (self._queue and not self._gone):
             if self._queue:
                 await self._flush()
                 continue
             self._wake = asyncio.get_running_loop().create_future()
             await self._wake
-        return until.result()
+        if self._written is not None:
+            await self._written(0.0 if self._gone else self._write_timeout)
 
-    async def close(self) -> None:
-        try:
-            await self._flush()
-            if self._written is not None:
-                await self._written(0.0 if self._gone else self._write_timeout)
-        finally:
-            if self._watcher is not None:
-                self._watcher.cancel()
+    def close(self) -> None:
+        """The endpoint is done, whatever happened."""
+        if self._watcher is not None:
+            self._watcher.cancel()
+        then, self._then = self._then, None
+        if then is not None:
+            then()
 
-    def _kick(self, _: object = None) -> None:
+    def _kick(self) -> None:
         wake, self._wake = self._wake, None
         if wake is not None and not wake.done():
             wake.set_result(None)

@@ -6,8 +6,8 @@ the first event, or anywhere in a held answer, breaks unseen, and the request ca
 
 from __future__ import annotations
 
-import asyncio
 import time
+from collections.abc import Callable
 from enum import Enum
 from typing import Protocol
 
@@ -53,7 +53,8 @@ class Answer(Protocol):
 
 
 class Attempt:
-    """An ``UpstreamSink``. ``verdict`` resolves once; ``reason`` says why it is BROKEN."""
+    """An ``UpstreamSink``. Says its verdict once, at the latest when nothing more can come; ``reason`` says why it is
+    BROKEN."""
 
     __slots__ = (
         "_answer",
@@ -63,6 +64,7 @@ class Attempt:
         "_held",
         "_held_bytes",
         "_max_held",
+        "_on_verdict",
         "_parting",
         "_route",
         "_splitter",
@@ -71,17 +73,23 @@ class Attempt:
         "reason",
         "replica",
         "responded",
-        "verdict",
     )
 
     def __init__(
-        self, replica: Replica, connection: UpstreamConnection, route: RelayRoute, answer: Answer, *, max_held: int
+        self,
+        replica: Replica,
+        connection: UpstreamConnection,
+        route: RelayRoute,
+        answer: Answer,
+        *,
+        max_held: int,
+        on_verdict: Callable[[Verdict], None],
     ) -> None:
         self.replica = replica
-        self.verdict: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
         self.reason = ""
         self.responded = False
         self.progress_at = time.monotonic()
+        self._on_verdict: Callable[[Verdict], None] | None = on_verdict
         self._connection: UpstreamConnection | None = connection
         self._route = route
         self._answer = answer
@@ -107,14 +115,19 @@ class Attempt:
             self.pause()
 
     def drop(self) -> None:
-        """Stop at once: the worker's connection is aborted if the answer is not complete. Idempotent."""
+        """Stop at once, without a verdict: the worker's connection is aborted if the answer is not complete.
+        Idempotent."""
+        self._on_verdict = None
+        self._abort()
+
+    def _abort(self) -> None:
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.abort()
 
     def give_up(self, reason: str) -> None:
         """End as broken because the relay says so."""
-        self.drop()
+        self._abort()
         self._conclude(Verdict.BROKEN, reason)
 
     def pause(self) -> None:
@@ -196,9 +209,10 @@ class Attempt:
         self._conclude(Verdict.FINISHED)
 
     def _conclude(self, verdict: Verdict, reason: str = "") -> None:
-        if not self.verdict.done():
+        on_verdict, self._on_verdict = self._on_verdict, None
+        if on_verdict is not None:
             self.reason = reason
-            self.verdict.set_result(verdict)
+            on_verdict(verdict)
 
 
 def _without_leading_comments(events: bytes) -> bytes:

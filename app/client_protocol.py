@@ -96,6 +96,11 @@ class ClientProtocol(HttpToolsProtocol):
         """What is wrong with what the parser is reading, if we know better than the parser."""
         self._refused = False
         self._lost = False
+        self._arriving: DirectCycle | None = None
+        """Its head is complete, and it is its turn; it starts with its body, or when this read is over."""
+        self._serving: DirectCycle | None = None
+        """The one that is being answered."""
+        self._unwritten: list[DirectCycle] = []
 
     # The size and the time of a head
 
@@ -106,6 +111,12 @@ class ClientProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._lost = True
         self._disarm()
+        self._arriving = None
+        cycles: list[object] = [self._serving, *(cycle for cycle, _ in self.pipeline), self.cycle, *self._unwritten]
+        self._unwritten = []
+        for cycle in cycles:
+            if isinstance(cycle, DirectCycle):
+                cycle.gone()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -136,6 +147,8 @@ class ClientProtocol(HttpToolsProtocol):
         return b"%b %b HTTP/%b\r\n%b\r\n" % (method, self.url, version, b"".join(lines))
 
     def _after_read(self, size: int) -> None:
+        if self._arriving is not None:
+            self._serve(self._arriving)
         if self._refused:
             return
         if self._head_open and not self._message_ended:  # the whole read was of this head
@@ -220,10 +233,29 @@ class ClientProtocol(HttpToolsProtocol):
         )
         self.cycle = cast(RequestResponseCycle, cycle)
         if before is None or before.response_complete:
-            self._start_asgi_task(self.cycle, self.app)
+            self._arriving = cycle
         else:
             self.flow.pause_reading()
             self.pipeline.appendleft((self.cycle, self.app))
+
+    def _serve(self, cycle: DirectCycle) -> None:
+        self._arriving = None
+        self._serving = cycle
+        cycle.start()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        """uvicorn's way to begin with a request whose turn has come: of ours, that is one of a pipeline."""
+        ours: object = cycle
+        if isinstance(ours, DirectCycle):
+            self.loop.call_soon(self._serve, ours)
+        else:
+            self._serving = None
+            super()._start_asgi_task(cycle, app)
+
+    def tell_when_written(self, cycle: DirectCycle) -> None:
+        """Call ``cycle.settled`` when the transport has nothing left to write, or is lost."""
+        self._unwritten.append(cycle)
+        self.transport.set_write_buffer_limits(high=0)  # so that "may write again" means that all is written
 
     def default_head(self) -> bytes:
         """The lines that every answer has."""
@@ -243,15 +275,18 @@ class ClientProtocol(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        cycle: object = self.cycle
-        if isinstance(cycle, DirectCycle):
-            cycle.pause_writing()
+        if self._serving is not None:
+            self._serving.pause_writing()
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        cycle: object = self.cycle
-        if isinstance(cycle, DirectCycle):
-            cycle.resume_writing()
+        if self._serving is not None:
+            self._serving.resume_writing()
+        if self._unwritten:
+            written, self._unwritten = self._unwritten, []
+            self.transport.set_write_buffer_limits()
+            for cycle in written:
+                cycle.settled()
 
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade():
@@ -259,8 +294,10 @@ class ClientProtocol(HttpToolsProtocol):
         self._in_message = False
         self._message_ended = True
         cycle: object = self.cycle
-        if isinstance(cycle, DirectCycle) and cycle.response_complete:
+        if isinstance(cycle, DirectCycle):
             cycle.body_ended()
+            if cycle is self._arriving:
+                self._serve(cycle)
         else:
             super().on_message_complete()
 

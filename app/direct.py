@@ -8,21 +8,18 @@ that keep-alive, pipelining and shutdown stay uvicorn's, and the bytes are ours.
 from __future__ import annotations
 
 import asyncio
-import logging
+from collections.abc import Callable
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final
 
-from app.downstream import ClientGone, DownstreamObserver
-from app.intake import Intake
+from app.downstream import DownstreamObserver
+from app.intake import Arrival, Intake
 from app.openai.errors import GatewayError, Header, body_too_large
 from app.openai.surface import RelayRoute
+from app.uploads import Upload
 
 if TYPE_CHECKING:
     from app.client_protocol import ClientProtocol
-
-T = TypeVar("T")
-
-logger = logging.getLogger(__name__)
 
 LINGER_SECONDS: Final = 2.0
 """How long a client that was answered before its body ended is read on: closing at once could take the answer away from
@@ -64,15 +61,17 @@ class DirectCycle:
         self._headers = headers
         self._chunks = chunks
         self._expects_continue = expects_continue
+        self._arrival: Arrival | None = None
         self._body: list[bytes] = []
         self._body_bytes = 0
         self._body_error: GatewayError | None = None
-        self._waiting: asyncio.Future[None] | None = None
+        self._upload: Upload | None = None
         self._observer: DownstreamObserver | None = None
         self._head = b""
         self._chunked = False
         self._stall: asyncio.TimerHandle | None = None
         self._stalled_at = 0
+        self._then: Callable[[], None] | None = None
         # What uvicorn's protocol reads and writes
         self.keep_alive = keep_alive
         self.more_body = True
@@ -81,23 +80,25 @@ class DirectCycle:
         self.response_complete = False
         self.message_event = self
 
-    # A cycle of uvicorn's
+    # What the protocol says
 
-    async def run_asgi(self, app: object) -> None:
-        """Answers. uvicorn calls it so."""
+    def start(self) -> None:
+        """It is this request's turn. Its body may have come with its head, or be still to come."""
+        if self.disconnected:
+            return
         endpoint = self._endpoint
-        try:
-            await endpoint.intake.serve(
-                endpoint.route,
-                target=self._target,
-                headers=self._headers,
-                read_body=self._read_body,
-                downstream=self,
-            )
-        finally:
-            self._end_stall()
-            if not (self.response_complete or self.disconnected):
-                self._transport.close()
+        self._arrival = arrival = Arrival(
+            endpoint.intake, endpoint.route, self, target=self._target, headers=self._headers
+        )
+        arrival.begin()
+        if self._body_error is not None:
+            arrival.refuse(self._body_error)
+        elif not self.more_body:
+            self._hand_over()
+        elif not arrival.over:
+            if self._expects_continue:
+                self._transport.write(_CONTINUE)
+            self._upload = endpoint.intake.uploads.expect(endpoint.body_timeout, self.refuse_body)
 
     def feed(self, data: bytes) -> None:
         """A part of the body. What is over the limit is not kept."""
@@ -106,22 +107,49 @@ class DirectCycle:
             self._body.append(data)
         else:
             self._body.clear()
-            self._wake()
+            self.refuse_body(body_too_large(self._endpoint.intake.max_body_bytes))
 
     def refuse_body(self, error: GatewayError) -> None:
-        """What follows is not the rest of the body."""
+        """What follows is not the rest of the body, or nobody waits for it any longer."""
         self._body_error = error
-        self._wake()
-
-    def set(self) -> None:
-        """As an event: the body is complete, or the client is gone."""
-        self._wake()
-        if self.disconnected and self._observer is not None:
-            self._observer.client_gone()
+        self._end_body()
+        if self._arrival is not None:
+            self._arrival.refuse(error)
 
     def body_ended(self) -> None:
-        """After the answer was complete."""
-        self._transport.close()
+        self.more_body = False
+        if self.response_complete:
+            self._transport.close()  # it was answered before
+        elif self._arrival is not None:
+            self._hand_over()
+
+    def gone(self) -> None:
+        """The connection is lost."""
+        self.disconnected = True
+        self._end_body()
+        self._end_stall()
+        if self._arrival is not None:
+            self._arrival.leave()
+        self.settled()
+
+    def set(self) -> None:
+        """uvicorn's event, which nobody waits for here."""
+
+    def _hand_over(self) -> None:
+        self._end_body()
+        arrival = self._arrival
+        if arrival is None or arrival.over:
+            return
+        if self._body_bytes > self._endpoint.intake.max_body_bytes:
+            self.refuse_body(body_too_large(self._endpoint.intake.max_body_bytes))
+            return
+        body, self._body = self._body, []
+        arrival.body(body[0] if len(body) == 1 else b"".join(body))
+
+    def _end_body(self) -> None:
+        upload, self._upload = self._upload, None
+        if upload is not None:
+            upload.end()
 
     def pause_writing(self) -> None:
         if self._observer is not None:
@@ -189,45 +217,23 @@ class DirectCycle:
         """What was sent goes out, and then the connection ends where an answer would go on."""
         self._transport.close()
 
-    async def pump(self, until: asyncio.Future[T]) -> T:
-        """Nothing to do: what is sent is on its way."""
-        return await until
-
-    async def close(self) -> None:
+    def settle(self, then: Callable[[], None]) -> None:
         """Small rests are left to the transport, which a drain waits for (``server``)."""
-        if self._stall is not None and not self.disconnected:
-            await self._protocol.written(self._endpoint.write_timeout)
+        self._observer = None
+        if not (self.response_complete or self.disconnected):
+            self._transport.close()
+        if self._stall is None or self.disconnected:
+            then()
+        else:
+            self._then = then
+            self._protocol.tell_when_written(self)
 
-    # The body
-
-    async def _read_body(self) -> bytes:
-        limit = self._endpoint.intake.max_body_bytes
-        if self.more_body and self._body_bytes <= limit and self._body_error is None:
-            if self._expects_continue:
-                self._transport.write(_CONTINUE)
-            async with self._endpoint.intake.uploads.within(self._endpoint.body_timeout):
-                await self._until_body(limit)
-        if self._body_bytes > limit:
-            raise body_too_large(limit)
-        if self._body_error is not None:
-            raise self._body_error
-        if self.more_body:
-            raise ClientGone
-        body, self._body = self._body, []
-        return body[0] if len(body) == 1 else b"".join(body)
-
-    async def _until_body(self, limit: int) -> None:
-        """Until it is complete, too large, or its client gone."""
-        try:
-            while self.more_body and self._body_bytes <= limit and not (self.disconnected or self._body_error):
-                self._waiting = self._protocol.loop.create_future()
-                await self._waiting
-        finally:
-            self._waiting = None
-
-    def _wake(self) -> None:
-        if self._waiting is not None and not self._waiting.done():
-            self._waiting.set_result(None)
+    def settled(self) -> None:
+        """What was sent is out, or never will be."""
+        self._end_stall()
+        then, self._then = self._then, None
+        if then is not None:
+            then()
 
     def _close(self) -> None:
         if not self.more_body:

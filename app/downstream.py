@@ -1,18 +1,16 @@
 """The client's side of a relayed request, as the relay sees it.
 
-Two shells implement :class:`Downstream`: the ASGI one (``asgi``), and later a protocol class of the server itself.
+Two shells implement :class:`Downstream`: the server's protocol class (``direct``) and the ASGI one (``asgi``).
 Sending is synchronous, so that bytes can go from one socket to the other within one callback; a shell that cannot write
 at once queues, and asks its observer to pause when the queue grows.
 """
 
 from __future__ import annotations
 
-import asyncio
-from typing import Protocol, TypeVar
+from collections.abc import Callable
+from typing import Protocol
 
 from app.openai.errors import GatewayError, Header
-
-T = TypeVar("T")
 
 
 class ClientGone(Exception):
@@ -50,12 +48,8 @@ class Downstream(Protocol):
         """The answer cannot be completed: the client must see a broken connection, not an end."""
         ...
 
-    async def pump(self, until: asyncio.Future[T]) -> T:
-        """Wait for ``until`` and return its result, sending meanwhile what is queued."""
-        ...
-
-    async def close(self) -> None:
-        """Send what is left and wait until it is out, or the client given up. Nothing follows."""
+    def settle(self, then: Callable[[], None]) -> None:
+        """Nothing follows. Call ``then`` once what was sent is out, or the client given up; at once if that is so."""
         ...
 
 

@@ -1,28 +1,27 @@
 """From a request as it arrived to the relay, and its accounts afterwards. Independent of the transport.
 
-Order: may this client, is the gateway taking requests, is there room, read the body, understand as much of it as
-routing needs, relay, and wait until the answer is out. Only then is the token of admission released, whatever happened:
-a drain waits for it.
+A shell begins an :class:`Arrival` with a request's head, and hands it the body when that is complete. Order: may this
+client, is the gateway taking requests, is there room, the body, as much of it understood as routing needs, the relay;
+and when the answer is out, the accounts. Only then is the token of admission released, whatever happened: a drain waits
+for it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable
 
-from app.admission import AdmissionController
+from app.admission import AdmissionController, InflightToken
 from app.credentials import ApiKeys
-from app.downstream import ClientGone, Downstream, send_error
+from app.downstream import Downstream, send_error
 from app.headers import client_request_id, find
 from app.logs import fields
 from app.metrics import GatewayMetrics
 from app.openai.errors import GatewayError, Header, body_too_large, internal, invalid_json, unsupported_media_type
 from app.openai.surface import RESUME_CONTENT_TYPE, RelayRoute
-from app.relay import Relay
+from app.relay import Exchange, Relay
 from app.relayed import RelayRequest, Report
 from app.uploads import Uploads
 
@@ -74,106 +73,169 @@ class Intake:
         keys: ApiKeys | None = None,
     ) -> None:
         """Without ``keys`` every client may."""
-        self._keys = keys
-        self._admission = admission
-        self._relay = relay
-        self._metrics = metrics
-        self._ids = ids
+        self.keys = keys
+        self.admission = admission
+        self.relay = relay
+        self.metrics = metrics
+        self.ids = ids
         self.max_body_bytes = max_body_bytes
         self.uploads = Uploads()
 
-    async def serve(
-        self,
-        route: RelayRoute,
-        *,
-        target: bytes,
-        headers: list[Header],
-        read_body: Callable[[], Awaitable[bytes]],
-        downstream: Downstream,
+
+class Arrival:
+    """One request of a relayed route, from its head to its accounts.
+
+    :meth:`begin` with the head; then exactly one of :meth:`body`, :meth:`refuse` and :meth:`leave`, unless it is
+    ``over`` already. What goes wrong becomes an answer.
+    """
+
+    __slots__ = (
+        "_downstream",
+        "_exchange",
+        "_gateway_id",
+        "_headers",
+        "_intake",
+        "_report",
+        "_request_id",
+        "_route",
+        "_started",
+        "_target",
+        "_token",
+        "over",
+    )
+
+    def __init__(
+        self, intake: Intake, route: RelayRoute, downstream: Downstream, *, target: bytes, headers: list[Header]
     ) -> None:
-        """Answer one request of a relayed route, and close ``downstream``.
+        self._intake = intake
+        self._route = route
+        self._downstream = downstream
+        self._target = target
+        self._headers = headers
+        self._started = time.monotonic()
+        self._gateway_id = intake.ids.new()
+        self._request_id = client_request_id(headers) or self._gateway_id
+        self._report = Report()
+        self._token: InflightToken | None = None
+        self._exchange: Exchange | None = None
+        self.over = False
+        """Nothing more is wanted of the request."""
 
-        ``read_body`` returns the whole body, or raises :class:`GatewayError` (too large, too slow) or
-        :class:`ClientGone`.
-        """
-        started = time.monotonic()
-        gateway_id = self._ids.new()
-        request_id = client_request_id(headers) or gateway_id
-        report = Report()
-        with contextlib.ExitStack() as held:
-            try:
-                if self._keys is not None:
-                    self._keys.check(headers)
-                held.enter_context(self._admission.admit())
-                check_headers(headers, self.max_body_bytes)
-                body = await read_body()
-                report.model, stream = route.read(body, headers)
-                request = RelayRequest(
-                    route=route,
-                    target=target,
-                    headers=headers,
-                    body=body,
-                    model=report.model,
-                    streaming=stream and route.streams,
-                    request_id=request_id,
-                    gateway_id=gateway_id,
-                )
-                await self._relay.run(request, downstream, report)
-            except ClientGone:
-                report.disconnected = True
-            except GatewayError as error:
-                report.status, report.error = error.status, error
-                send_error(downstream, error, request_id)
-            except Exception:
-                logger.exception("request failed", extra=fields(route=route.name, request_id=request_id.decode()))
-                report.error = internal()
-                if report.status:
-                    downstream.abort()
-                else:
-                    report.status = report.error.status
-                    send_error(downstream, report.error, request_id)
-            finally:
-                try:
-                    await downstream.close()
-                finally:
-                    self._account(route, request_id, report, started)
+    def begin(self) -> None:
+        """Take the request, or answer why not."""
+        try:
+            if self._intake.keys is not None:
+                self._intake.keys.check(self._headers)
+            self._token = self._intake.admission.admit()
+            check_headers(self._headers, self._intake.max_body_bytes)
+        except GatewayError as error:
+            self.refuse(error)
+        except Exception:
+            self._failed()
 
-    def _account(self, route: RelayRoute, request_id: bytes, report: Report, started: float) -> None:
-        seconds = time.monotonic() - started
-        first = report.first_byte_at - started if report.first_byte_at else None
-        status = report.status or CLIENT_CLOSED_REQUEST
-        known = report.model if self._relay.registry.knows(report.model) else ""
-        self._metrics.request(
+    def body(self, body: bytes) -> None:
+        """The whole body: relay the request."""
+        if self.over:
+            return
+        self.over = True
+        report, route = self._report, self._route
+        try:
+            report.model, stream = route.read(body, self._headers)
+            request = RelayRequest(
+                route,
+                self._target,
+                self._headers,
+                body,
+                report.model,
+                stream and route.streams,
+                self._request_id,
+                self._gateway_id,
+            )
+            self._exchange = self._intake.relay.start(request, self._downstream, report, self._settle)
+        except GatewayError as error:
+            self._answer(error)
+        except Exception:
+            self._failed()
+
+    def refuse(self, error: GatewayError) -> None:
+        """The body is not to be had, or not wanted, for this reason."""
+        if not self.over:
+            self.over = True
+            self._answer(error)
+
+    def leave(self) -> None:
+        """The client is gone, or the shell gives up."""
+        if self._exchange is not None:
+            self._exchange.client_gone()
+        elif not self.over:
+            self.over = True
+            self._report.disconnected = True
+            self._settle()
+
+    def _answer(self, error: GatewayError) -> None:
+        self._report.status, self._report.error = error.status, error
+        send_error(self._downstream, error, self._request_id)
+        self._settle()
+
+    def _failed(self) -> None:
+        """A bug of ours, in the middle of anything."""
+        self.over = True
+        report = self._report
+        logger.exception("request failed", extra=fields(route=self._route.name, request_id=self._request_id.decode()))
+        if report.status:
+            report.error = internal()
+            self._downstream.abort()
+            self._settle()
+        else:
+            self._answer(internal())
+
+    def _settle(self) -> None:
+        self._downstream.settle(self._account)
+
+    def _account(self) -> None:
+        token, self._token = self._token, None
+        if token is not None:
+            token.release()
+        account(self._intake, self._route, self._request_id, self._report, self._started)
+
+
+def account(intake: Intake, route: RelayRoute, request_id: bytes, report: Report, started: float) -> None:
+    """Metrics and access line of a request that is over. ``started`` is ``time.monotonic()`` seconds."""
+    seconds = time.monotonic() - started
+    first = report.first_byte_at - started if report.first_byte_at else None
+    status = report.status or CLIENT_CLOSED_REQUEST
+    known = report.model if intake.relay.registry.knows(report.model) else ""
+    intake.metrics.request(
+        route=route.name,
+        model=known,
+        status=status,
+        seconds=seconds,
+        first_token_seconds=first if report.streamed else None,
+        inter_token_seconds=report.event_seconds,
+    )
+    error = report.error
+    if report.retries or report.disconnected or error is not None:
+        intake.metrics.trouble(
             route=route.name,
-            model=known,
-            status=status,
-            seconds=seconds,
-            first_token_seconds=first if report.streamed else None,
-            inter_token_seconds=report.event_seconds,
+            retries=report.retries,
+            disconnected=report.disconnected,
+            error_code="" if error is None else error.code,
         )
-        error = report.error
-        if report.retries or report.disconnected or error is not None:
-            self._metrics.trouble(
-                route=route.name,
-                retries=report.retries,
-                disconnected=report.disconnected,
-                error_code="" if error is None else error.code,
-            )
-        if logger.isEnabledFor(logging.INFO):
-            logger.info(
-                "%s %d",
-                route.path,
-                status,
-                extra=fields(
-                    model=known or None,
-                    ms=round(seconds * 1000, 1),
-                    first_ms=None if first is None else round(first * 1000, 1),
-                    worker=report.worker or None,
-                    retries=report.retries or None,
-                    error=error and error.code,
-                    fault=error and error.fault,
-                    retryable=error and error.retryable,
-                    disconnected=report.disconnected or None,
-                    request_id=request_id.decode(),
-                ),
-            )
+    if logger.isEnabledFor(logging.INFO):
+        logger.info(
+            "%s %d",
+            route.path,
+            status,
+            extra=fields(
+                model=known or None,
+                ms=round(seconds * 1000, 1),
+                first_ms=None if first is None else round(first * 1000, 1),
+                worker=report.worker or None,
+                retries=report.retries or None,
+                error=error and error.code,
+                fault=error and error.fault,
+                retryable=error and error.retryable,
+                disconnected=report.disconnected or None,
+                request_id=request_id.decode(),
+            ),
+        )

@@ -1,22 +1,25 @@
 """The one loop every relayed request runs through: select a worker, send, relay, and select again if it breaks.
 
-Independent of the transport: the client is a ``Downstream``, workers are ``upstream`` connections. Bytes pass through
-``Attempt`` and ``Delivery`` within the callback that brought them; the coroutine only waits for verdicts.
+Independent of the transport: the client is a ``Downstream``, workers are ``upstream`` connections. Nothing here is a
+coroutine but the search for a worker, where there is something to wait for. In the usual case, an idle connection to a
+routable worker, a request is sent, answered and ended within the callbacks that brought its bytes.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from app.attempt import Attempt, Verdict
 from app.delivery import Delivery
 from app.downstream import ClientGone, Downstream
 from app.fullness import FullReplicas
 from app.headers import upstream_headers
-from app.openai.errors import GatewayError, worker_lost
+from app.openai.errors import GatewayError, internal, worker_lost
 from app.registry import Replica, WorkerRegistry
 from app.relayed import RelayRequest, Report
 from app.routing import RoundRobinRouter
@@ -24,6 +27,8 @@ from app.search import DECIDING_SECONDS, Search
 from app.upstream import UpstreamConnection, UpstreamError
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 STALL_LIMITS_WITHOUT_ALTERNATIVE = 3
 """A silent worker is left at the limit only for another one. Alone it gets this many limits: by then (180 s) its keeper
@@ -51,20 +56,44 @@ class Relay:
         self.limits = limits
         self.full = FullReplicas()
         self._exchanges: set[Exchange] = set()
+        self._searches: set[asyncio.Task[None]] = set()
         self._arrivals = 0
         self._over: GatewayError | None = None
 
-    async def run(self, request: RelayRequest, downstream: Downstream, report: Report) -> None:
-        """Answer one request. Errors become answers; only bugs and cancellation come out."""
+    def start(
+        self, request: RelayRequest, downstream: Downstream, report: Report, on_end: Callable[[], None]
+    ) -> Exchange:
+        """Answer one request; ``on_end`` is called once, when ``downstream`` was told everything, possibly at once.
+        Errors become answers."""
         self._arrivals += 1
-        exchange = Exchange(self, request, downstream, report, order=self._arrivals)
+        exchange = Exchange(self, request, downstream, report, order=self._arrivals, on_end=on_end)
         self._exchanges.add(exchange)
-        if self._over is not None:
-            exchange.interrupt(self._over)
         try:
-            await exchange.run()
+            if self._over is not None:
+                exchange.interrupt(self._over)
+            else:
+                exchange.start()
+        except Exception:
+            exchange.drop()
+            raise
+        return exchange
+
+    async def run(self, request: RelayRequest, downstream: Downstream, report: Report) -> None:
+        """The same as a coroutine. If it is cancelled, the exchange ends as if its client had left."""
+        ended = asyncio.Event()
+        exchange = self.start(request, downstream, report, ended.set)
+        try:
+            await ended.wait()
         finally:
-            self._exchanges.discard(exchange)
+            exchange.client_gone()
+
+    def ended(self, exchange: Exchange) -> None:
+        self._exchanges.discard(exchange)
+
+    def own(self, task: asyncio.Task[None]) -> None:
+        """Keep a search alive until it is over."""
+        self._searches.add(task)
+        task.add_done_callback(self._searches.discard)
 
     def interrupt_all(self, error: GatewayError) -> int:
         """End every exchange with this error, those too that have yet to begin; returns how many were running."""
@@ -79,8 +108,17 @@ class Exchange:
     """One request on its way: a ``DownstreamObserver``."""
 
     def __init__(
-        self, relay: Relay, request: RelayRequest, downstream: Downstream, report: Report, *, order: int
+        self,
+        relay: Relay,
+        request: RelayRequest,
+        downstream: Downstream,
+        report: Report,
+        *,
+        order: int,
+        on_end: Callable[[], None],
     ) -> None:
+        self._relay = relay
+        self._on_end = on_end
         self._limits = relay.limits
         self._request = request
         self._downstream = downstream
@@ -96,56 +134,103 @@ class Exchange:
         self._lines = b""
         self._attempt_since = 0.0
         self._attempt: Attempt | None = None
-        self._pending: asyncio.Future[object] | None = None
-        self._stopped: ClientGone | GatewayError | None = None
+        self._pending: asyncio.Future[Any] | None = None
+        self._ended = False
         self._paused = False
         self._delivery = Delivery(request, downstream, report)
         self._timer: asyncio.TimerHandle | None = None
 
-    async def run(self) -> None:
-        self._downstream.observe(self)
-        self._arm()
-        try:
-            await self._serve()
-        except ClientGone:
-            self._report.disconnected = True
-        except GatewayError as error:
-            self._delivery.fail(error)
-        finally:
-            if self._timer is not None:
-                self._timer.cancel()
-                self._timer = None
-            if self._attempt is not None:
-                self._attempt.drop()
-                self._attempt = None
-
-    # The loop
-
-    async def _serve(self) -> None:
+    def start(self) -> None:
         request = self._request
         self._lines = upstream_headers(
             request.headers, length=len(request.body), client_id=request.request_id, gateway_id=request.gateway_id
         )
+        self._arm()
+        self._downstream.observe(self)
+        if self._ended:
+            return
+        try:
+            replica = self._search.find()
+        except GatewayError as error:
+            self._end(error)
+            return
+        connection = None if replica is None else replica.pool.take()
+        if replica is not None and connection is not None:
+            self._try(replica, connection)
+        else:
+            self._look(replica)
+
+    def drop(self) -> None:
+        """Let go of everything, and tell nobody."""
+        self._ended = True
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        attempt, self._attempt = self._attempt, None
+        if attempt is not None:
+            attempt.drop()
+        if self._pending is not None and not self._pending.done():
+            self._pending.cancel()
+        self._relay.ended(self)
+
+    def _end(self, outcome: ClientGone | GatewayError | None) -> None:
+        """The last thing that happens to an exchange; later ones change nothing."""
+        if self._ended:
+            return
+        self.drop()
+        if outcome is None:
+            self._downstream.end()
+        elif isinstance(outcome, GatewayError):
+            self._delivery.fail(outcome)
+        else:
+            self._report.disconnected = True
+        self._on_end()
+
+    # The search for a worker
+
+    def _look(self, first: Replica | None = None) -> None:
+        """Look for a worker in a task of its own, beginning with ``first``."""
+        self._relay.own(asyncio.get_running_loop().create_task(self._until_sent(first)))
+
+    async def _until_sent(self, replica: Replica | None) -> None:
         search = self._search
-        while True:
-            replica = search.find()
-            if replica is None:
-                with search.waiting() as woken:
-                    await self._wait(woken)
-                continue
-            idle = replica.pool.take() if search.may_reuse(replica) else None
-            connection = idle or await self._connect(replica)
-            if connection is None:
+        try:
+            while not self._ended:
+                replica = replica or search.find()
+                if replica is None:
+                    with search.waiting() as woken:
+                        await self._wait(woken)
+                    continue
+                idle = replica.pool.take() if search.may_reuse(replica) else None
+                connection = idle or await self._connect(replica)
+                if connection is not None:
+                    self._try(replica, connection)
+                    return
                 search.unreached(replica)
-                continue
-            verdict, reason = await self._try(replica, connection)
-            if verdict is Verdict.FINISHED:
-                search.took(replica)
-                self._downstream.end()
+                replica = None
+        except GatewayError as error:
+            self._end(error)
+        except Exception:
+            logger.exception("a request failed while it looked for a worker")
+            self._end(internal())
+
+    def _concluded(self, verdict: Verdict) -> None:
+        """What became of the attempt, said in the callback that brought its last bytes."""
+        attempt, self._attempt = self._attempt, None
+        if attempt is None:
+            return
+        search, replica = self._search, attempt.replica
+        if verdict is Verdict.FINISHED:
+            search.took(replica)
+            self._end(None)
+            return
+        if verdict is Verdict.BROKEN:
+            try:
+                self._broke(replica, attempt.reason)
+            except GatewayError as error:
+                self._end(error)
                 return
-            if verdict is Verdict.BROKEN:
-                self._broke(replica, reason)
-                continue
+        else:
             self._report.attempts -= 1  # nothing was started there
             search.tried(time.monotonic() - self._attempt_since)
             if verdict is Verdict.RESELECT:
@@ -154,6 +239,7 @@ class Exchange:
                 search.unreached(replica)
             else:
                 search.stale(replica)
+        self._look()
 
     def _broke(self, replica: Replica, reason: str) -> None:
         """The worker broke under the request. Go on if the client has seen nothing, first of all elsewhere."""
@@ -163,52 +249,51 @@ class Exchange:
         self._report.retries += 1
 
     async def _connect(self, replica: Replica) -> UpstreamConnection | None:
+        """``None`` if it cannot be had, or is not wanted any more."""
         try:
-            return await self._wait(replica.pool.open())
+            connection = await self._wait(replica.pool.open())
         except UpstreamError:
             return None
+        if self._ended:
+            replica.pool.give_back(connection)
+            return None
+        return connection
 
-    async def _try(self, replica: Replica, connection: UpstreamConnection) -> tuple[Verdict, str]:
+    def _try(self, replica: Replica, connection: UpstreamConnection) -> None:
         request = self._request
-        attempt = Attempt(replica, connection, request.route, self._delivery, max_held=self._limits.max_held_bytes)
-        self._attempt = attempt
-        self._attempt_since = time.monotonic()
+        self._attempt = attempt = Attempt(
+            replica,
+            connection,
+            request.route,
+            self._delivery,
+            max_held=self._limits.max_held_bytes,
+            on_verdict=self._concluded,
+        )
+        self._attempt_since = attempt.progress_at
         self._report.attempts += 1
         self._report.worker, self._report.epoch = replica.key.worker, replica.key.epoch
-        head = b"POST %b HTTP/1.1\r\nhost: %b\r\n" % (request.target, str(replica.address).encode("ascii", "replace"))
+        head = b"POST %b HTTP/1.1\r\nhost: %b\r\n" % (request.target, replica.pool.host_header)
         attempt.start(b"".join((head, self._lines, b"\r\n", request.body)), paused=self._paused)
-        verdict = await self._wait(attempt.verdict)
-        attempt.drop()
-        self._attempt = None
-        return verdict, attempt.reason
 
     async def _wait(self, future: asyncio.Future[T]) -> T:
-        """Wait for something that the client's leaving, or the end of the drain, may cut short."""
-        if self._stopped is not None:
-            future.cancel()
-            raise self._stopped
-        self._pending = future  # type: ignore[assignment]  # only ever failed through this name
+        """Wait for something that the exchange's end cuts short, by cancelling it.
+
+        Raises:
+            asyncio.CancelledError: it was; the search has nothing left to do.
+        """
+        self._pending = future
         try:
-            return await self._downstream.pump(future)
+            return await future
         finally:
             self._pending = None
 
     # DownstreamObserver, and the drain's end
 
     def client_gone(self) -> None:
-        self._stop(ClientGone())
+        self._end(ClientGone())
 
     def interrupt(self, error: GatewayError) -> None:
-        self._stop(error)
-
-    def _stop(self, error: ClientGone | GatewayError) -> None:
-        if self._stopped is not None:
-            return
-        self._stopped = error
-        if self._attempt is not None:
-            self._attempt.drop()
-        if self._pending is not None and not self._pending.done():
-            self._pending.set_exception(error)
+        self._end(error)
 
     def pause(self) -> None:
         self._paused = True

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from app.openai.errors import GatewayError, Header
 from app.openai.surface import RelayRoute
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RelayRequest:
+class RelayRequest(NamedTuple):
     """A request that was read and understood as far as routing needs."""
 
     route: RelayRoute

@@ -3,16 +3,51 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from app.openai.errors import GatewayError, body_too_slow
 
 
+class Upload:
+    """A body that somebody waits for without a coroutine. :meth:`end` it when it is there, or not wanted."""
+
+    __slots__ = ("_seconds", "_timer", "_uploads", "refuse")
+
+    def __init__(self, uploads: Uploads, seconds: float, refuse: Callable[[GatewayError], None]) -> None:
+        self.refuse = refuse
+        self._uploads = uploads
+        self._seconds = seconds
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._due)
+
+    def end(self) -> None:
+        self._timer.cancel()
+        self._uploads.forget(self)
+
+    def _due(self) -> None:
+        self.refuse(body_too_slow(self._seconds))
+
+
 class Uploads:
     def __init__(self) -> None:
         self._running: set[asyncio.Timeout] = set()
+        self._expected: set[Upload] = set()
         self._over: GatewayError | None = None
+
+    def expect(self, seconds: float, refuse: Callable[[GatewayError], None]) -> Upload:
+        """Wait for a body; ``refuse`` is called, later, if it takes too long or the drain's time is over first."""
+        upload = Upload(self, seconds, refuse)
+        self._expected.add(upload)
+        if self._over is not None:
+            asyncio.get_running_loop().call_soon(self._interrupt, upload, self._over)
+        return upload
+
+    def forget(self, upload: Upload) -> None:
+        self._expected.discard(upload)
+
+    def _interrupt(self, upload: Upload, error: GatewayError) -> None:
+        if upload in self._expected:
+            upload.refuse(error)
 
     @asynccontextmanager
     async def within(self, seconds: float) -> AsyncIterator[None]:
@@ -36,4 +71,7 @@ class Uploads:
         self._over = error
         for deadline in self._running:
             deadline.reschedule(0)
-        return len(self._running)
+        expected = list(self._expected)
+        for upload in expected:
+            self._interrupt(upload, error)
+        return len(self._running) + len(expected)

@@ -282,6 +282,7 @@ class UpstreamPool:
 
     def __init__(self, address: Address, *, connect_timeout: float, on_break: Callable[[], None]) -> None:
         self._address = address
+        self.host_header = str(address).encode("ascii", "replace")
         self._connect_timeout = connect_timeout
         self._on_break = on_break
         self._idle: dict[UpstreamConnection, None] = {}
@@ -293,6 +294,14 @@ class UpstreamPool:
     @property
     def address(self) -> Address:
         return self._address
+
+    def give_back(self, connection: UpstreamConnection) -> None:
+        """Keep a connection that nobody wants after all, if it is any good."""
+        if connection.usable and not connection.busy:
+            connection.idle_since = time.monotonic()
+            self._keep(connection)
+        else:
+            connection.abort()
 
     def take(self) -> UpstreamConnection | None:
         """An idle connection, the most recently used one, or ``None``."""
@@ -391,6 +400,5 @@ class UpstreamPool:
             return
         if not future.done():
             future.set_result(connection)
-        elif connection.usable:
-            connection.idle_since = time.monotonic()
-            self._keep(connection)
+        else:
+            self.give_back(connection)

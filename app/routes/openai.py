@@ -8,8 +8,8 @@ from fastapi import APIRouter
 
 from app.asgi import AsgiDownstream, Receive, Scope, Send
 from app.downstream import ClientGone
-from app.intake import Intake
-from app.openai.errors import body_too_large, model_not_found
+from app.intake import Arrival, Intake
+from app.openai.errors import GatewayError, body_too_large, model_not_found
 from app.openai.surface import RelayRoute
 from app.registry import WorkerRegistry
 
@@ -27,21 +27,34 @@ class RelayEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         downstream = AsgiDownstream(scope, receive, send, write_timeout=self._write_timeout)
-
-        async def body() -> bytes:
-            whole = await self._read_body(receive)
-            downstream.watch_client()
-            return whole
-
         query: bytes = scope["query_string"]
         target: bytes = scope["raw_path"]
-        await self._intake.serve(
+        arrival = Arrival(
+            self._intake,
             self.route,
+            downstream,
             target=target + b"?" + query if query else target,
             headers=scope["headers"],
-            read_body=body,
-            downstream=downstream,
         )
+        try:
+            arrival.begin()
+            if not arrival.over:
+                await self._take_body(arrival, receive)
+                downstream.watch_client()
+            await downstream.run()
+        finally:
+            arrival.leave()
+            downstream.close()
+
+    async def _take_body(self, arrival: Arrival, receive: Receive) -> None:
+        try:
+            body = await self._read_body(receive)
+        except GatewayError as error:
+            arrival.refuse(error)
+        except ClientGone:
+            arrival.leave()
+        else:
+            arrival.body(body)
 
     async def _read_body(self, receive: Receive) -> bytes:
         """The whole body, bounded in size and time."""

@@ -42,7 +42,7 @@ def exchange(watches: tuple[FakeSession, FakeSession]) -> Exchange:
         gateway_id=b"g",
     )
     relay = Relay(registry=watches[0].registry, router=RoundRobinRouter(), limits=LIMITS)
-    return Exchange(relay, request, cast(Downstream, None), Report(), order=1)
+    return Exchange(relay, request, cast(Downstream, None), Report(), order=1, on_end=lambda: None)
 
 
 def chosen(exchange: Exchange) -> str | None:
