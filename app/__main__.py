@@ -39,12 +39,14 @@ class _Parser(argparse.ArgumentParser):
 def parser() -> argparse.ArgumentParser:
     """The flags. ``hotspare gateway --help`` explains them more fully, from the docstrings of the settings."""
     made = _Parser(prog="hotspare gateway", description="Hotspare's gateway: the OpenAI API.", allow_abbrev=False)
-    for name in GatewaySettings.model_fields:
-        usage = f"overrides HOTSPARE_{name.upper()}"
+    for name, field in GatewaySettings.model_fields.items():
+        flag, usage = f"--{name.replace('_', '-')}", f"overrides HOTSPARE_{name.upper()}"
         if name == "api_keys":
             made.add_argument("--api-key", dest=name, action="append", metavar="KEY", help=usage)
+        elif field.annotation is bool:
+            made.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=usage)
         else:
-            made.add_argument(f"--{name.replace('_', '-')}", default=None, help=usage)
+            made.add_argument(flag, default=None, help=usage)
     return made
 
 
@@ -156,8 +158,8 @@ def run(settings: GatewaySettings) -> int:
             from app.logs import configure_logging
             from app.server import GatewayServer
 
-            configure_logging(settings.log_format, settings.log_level)
-            server = GatewayServer(create_app(settings), on_forced_exit=lambda: withdraw(announcement))
+            sink = configure_logging(settings.log_format, settings.log_level)
+            server = GatewayServer(create_app(settings, sink), on_forced_exit=lambda: withdraw(announcement))
             server.run(sockets=[listener])
             return server.exit_code
 

@@ -14,6 +14,7 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
 from app.access import Access
+from app.access_log import AccessLog
 from app.admission import AdmissionController
 from app.asgi import Message, Receive, Scope, Send
 from app.credentials import OPEN_PATHS, ApiKeys
@@ -24,6 +25,7 @@ from app.drain import DrainProgress
 from app.headers import REQUEST_ID, client_request_id
 from app.intake import Intake, RequestIds
 from app.lifecycle import Lifecycle, LifecycleEvent, LifecycleMachine
+from app.log_sink import LogSink
 from app.loop_lag import LoopLag
 from app.metrics import GatewayMetrics
 from app.openai.errors import GatewayError, from_status, internal, method_not_allowed, not_found
@@ -113,9 +115,11 @@ class GatewayApp(FastAPI):
         await super().__call__(scope, receive, send_with_id)
 
 
-def create_app(settings: GatewaySettings) -> GatewayApp:
-    """Raises:
-    StartError: a file that a setting names cannot be used.
+def create_app(settings: GatewaySettings, sink: LogSink | None = None) -> GatewayApp:
+    """``sink``: where the access log goes; without one there is none.
+
+    Raises:
+        StartError: a file that a setting names cannot be used.
     """
     access = Access(settings)
     lifecycle = LifecycleMachine(_log_lifecycle)
@@ -145,6 +149,7 @@ def create_app(settings: GatewaySettings) -> GatewayApp:
         ids=ids,
         max_body_bytes=settings.max_body_bytes,
         keys=access.keys,
+        access_log=_access_log(settings, sink),
     )
 
     @asynccontextmanager
@@ -196,7 +201,7 @@ def create_app(settings: GatewaySettings) -> GatewayApp:
     app.include_router(health_router(lifecycle, registry, discovery, drain))
     app.include_router(models_router(registry, created=int(time.time())))
     app.include_router(status_router(lifecycle, admission, registry))
-    app.include_router(metrics_router(metrics, lifecycle, admission, registry, discovery, drain))
+    app.include_router(metrics_router(metrics, lifecycle, admission, registry, discovery, drain, sink))
     _install_errors(app)
     return app
 
@@ -208,6 +213,12 @@ def _source(settings: GatewaySettings) -> Source:
     if settings.workers_dns is not None:
         return DnsSource(settings.workers_dns, interval_seconds=settings.discovery_interval_seconds)
     return StaticSource(settings.workers)
+
+
+def _access_log(settings: GatewaySettings, sink: LogSink | None) -> AccessLog | None:
+    if sink is None or not settings.access_log or settings.log_level not in ("debug", "info"):
+        return None
+    return AccessLog(sink.access, settings.log_format)
 
 
 def _discovered(lifecycle: LifecycleMachine) -> None:

@@ -13,6 +13,7 @@ import logging
 import secrets
 import time
 
+from app.access_log import AccessLog
 from app.admission import AdmissionController, InflightToken
 from app.credentials import ApiKeys
 from app.downstream import Downstream, send_error
@@ -25,7 +26,7 @@ from app.relay import Exchange, Relay
 from app.relayed import RelayRequest, Report
 from app.uploads import Uploads
 
-logger = logging.getLogger("app.access")
+logger = logging.getLogger(__name__)
 
 CLIENT_CLOSED_REQUEST = 499
 """The status under which a request counts whose client left before its head was sent (nginx's convention)."""
@@ -71,6 +72,7 @@ class Intake:
         ids: RequestIds,
         max_body_bytes: int,
         keys: ApiKeys | None = None,
+        access_log: AccessLog | None = None,
     ) -> None:
         """Without ``keys`` every client may."""
         self.keys = keys
@@ -78,6 +80,7 @@ class Intake:
         self.relay = relay
         self.metrics = metrics
         self.ids = ids
+        self.access_log = access_log
         self.max_body_bytes = max_body_bytes
         self.uploads = Uploads()
 
@@ -221,21 +224,13 @@ def account(intake: Intake, route: RelayRoute, request_id: bytes, report: Report
             disconnected=report.disconnected,
             error_code="" if error is None else error.code,
         )
-    if logger.isEnabledFor(logging.INFO):
-        logger.info(
-            "%s %d",
-            route.path,
-            status,
-            extra=fields(
-                model=known or None,
-                ms=round(seconds * 1000, 1),
-                first_ms=None if first is None else round(first * 1000, 1),
-                worker=report.worker or None,
-                retries=report.retries or None,
-                error=error and error.code,
-                fault=error and error.fault,
-                retryable=error and error.retryable,
-                disconnected=report.disconnected or None,
-                request_id=request_id.decode(),
-            ),
+    if intake.access_log is not None:
+        intake.access_log.log(
+            route,
+            model=known,
+            status=status,
+            seconds=seconds,
+            first_seconds=first,
+            request_id=request_id,
+            report=report,
         )

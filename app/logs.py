@@ -6,11 +6,12 @@ Structured values travel as ``extra=fields(route="chat", ...)``. Prompts and ans
 from __future__ import annotations
 
 import logging
-import sys
 from datetime import UTC, datetime
 from typing import Any, Literal
 
 import msgspec
+
+from app.log_sink import LogSink
 
 
 def fields(**values: object) -> dict[str, dict[str, object]]:
@@ -51,12 +52,31 @@ class JsonFormatter(logging.Formatter):
         return msgspec.json.encode(document, enc_hook=str).decode()
 
 
-def configure_logging(form: Literal["console", "json"], level: str) -> None:
-    """Set up the process's logging; called once, by ``__main__``."""
-    handler = logging.StreamHandler(sys.stderr)
+class SinkHandler(logging.Handler):
+    """Hands lines to the sink, which never waits; ``flush`` does, a little, at the end of the process."""
+
+    def __init__(self, sink: LogSink) -> None:
+        super().__init__()
+        self._sink = sink
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._sink.write(f"{self.format(record)}\n".encode("utf-8", "backslashreplace"))
+        except Exception:
+            self.handleError(record)
+
+    def flush(self) -> None:
+        self._sink.close()
+
+
+def configure_logging(form: Literal["console", "json"], level: str) -> LogSink:
+    """Set up the process's logging; called once, by ``__main__``. Returns the way out, for the access log."""
+    sink = LogSink()
+    handler = SinkHandler(sink)
     handler.setFormatter(ConsoleFormatter() if form == "console" else JsonFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     # The server's own lines say what ours say; its warnings and errors stay.
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     # Warns of each malformed form; its client is told, and the access line says so.
     logging.getLogger("python_multipart").setLevel(logging.ERROR)
+    return sink

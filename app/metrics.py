@@ -124,6 +124,10 @@ class GatewayMetrics:
         self._drain_cut = Counter(
             "hotspare_drain_cut_requests", "Requests ended because the drain's time was over.", registry=own
         )
+        self._log_dropped = Counter(
+            "hotspare_log_lines_dropped", "Log lines that could not be written in time.", registry=own
+        )
+        self._log_dropped_before = 0
         self._lag = Histogram(
             "hotspare_event_loop_lag_seconds",
             "How late a timer of the event loop was, asked four times a second.",
@@ -193,10 +197,13 @@ class GatewayMetrics:
         inflight: int,
         drain_stage: DrainStage,
         drain_remaining: float,
+        log_lines_dropped: int,
         registry: WorkerRegistry,
         discovery: Discovery,
     ) -> None:
         """Take over what is derived elsewhere, just before it is read."""
+        self._log_dropped.inc(log_lines_dropped - self._log_dropped_before)
+        self._log_dropped_before = log_lines_dropped
         self._drain_remaining.set(drain_remaining)
         for step in DrainStage:
             self._drain_stage.labels(step.value).set(step is drain_stage)

@@ -113,6 +113,8 @@ class GatewaySettings(BaseSettings):
     """Lines for people, or one JSON object a line."""
     log_level: Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(_lower)] = "info"
     """Least level that is logged."""
+    access_log: bool = True
+    """A line for each relayed request, at level info."""
     parent_pid: Annotated[int, Field(ge=1)] | None = None
     """Die when this process, the parent, dies. Set by whoever starts us on one machine; unset in a container."""
     run_dir: Path | None = None

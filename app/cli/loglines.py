@@ -16,7 +16,7 @@ KEPT_LINES: Final = 3
 _OWN_PACKAGES: Final = frozenset({"", "app", "workers", "gms", "__main__"})
 _PACKAGE: Final = re.compile(r"([a-z_][a-z0-9_]*): ")
 _CUT_OFF: Final = re.compile(r"drain time is over: ended (\d+) request")
-"""The gateway's own words (``app.server``)."""
+"""The gateway's own words (``app.drain``)."""
 _LEVEL: Final = re.compile(
     r"(?:^|[\s(\[])(WARNING|ERROR|CRITICAL)\b:?\s*"
     r"|\d\d:\d\d:\d\d\.\d{3} (warning|error|critical)\s+"  # the gateway writes them small

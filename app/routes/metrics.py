@@ -11,6 +11,7 @@ from app.admission import AdmissionController
 from app.discovery.follower import Discovery
 from app.drain import DrainProgress
 from app.lifecycle import LifecycleMachine
+from app.log_sink import LogSink
 from app.metrics import CONTENT_TYPE, GatewayMetrics
 from app.registry import WorkerRegistry
 
@@ -22,6 +23,7 @@ def metrics_router(
     registry: WorkerRegistry,
     discovery: Discovery,
     drain: DrainProgress,
+    sink: LogSink | None,
 ) -> APIRouter:
     router = APIRouter()
 
@@ -32,6 +34,7 @@ def metrics_router(
             inflight=admission.inflight,
             drain_stage=drain.stage,
             drain_remaining=drain.remaining(time.monotonic()),
+            log_lines_dropped=0 if sink is None else sink.dropped,
             registry=registry,
             discovery=discovery,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import os
 import select
@@ -95,6 +96,31 @@ def test_json_logs_have_no_prompt(start: Start) -> None:
     assert (document["message"], document["error"]) == ("/v1/chat/completions 503", "no_worker")
     assert (document["fault"], document["retryable"]) == ("upstream", True)
     assert "secret" not in line
+
+
+def test_the_access_log_can_be_switched_off(start: Start) -> None:
+    process = start(
+        "--port", "0", "--workers", "127.0.0.1:1", "--no-access-log", HOTSPARE_WAIT_FOR_WORKER_SECONDS="0.05"
+    )
+    url = listening(process)
+    assert httpx.post(f"{url}/tokenize", content=b"{}", trust_env=False).status_code == 503
+    process.send_signal(signal.SIGTERM)
+    rest = process.communicate(timeout=10)[1]
+    assert "drained in" in rest
+    assert "/tokenize" not in rest
+
+
+def test_nobody_reads_the_log(start: Start) -> None:
+    """The pipe is full long before the end of this; requests are answered all the same, and the drain ends."""
+    process = start("--port", "0", "--workers", "127.0.0.1:1", HOTSPARE_WAIT_FOR_WORKER_SECONDS="0.001")
+    url = listening(process)
+    assert process.stderr is not None
+    fcntl.fcntl(process.stderr, fcntl.F_SETPIPE_SZ, 4096)
+    with httpx.Client(trust_env=False) as client:
+        for _ in range(100):  # of about 150 bytes each
+            assert client.post(f"{url}/tokenize", content=b"{}").status_code == 503
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(10) == 0
 
 
 def test_a_second_signal_ends_it_at_once(start: Start, tmp_path: Path) -> None:

@@ -13,7 +13,9 @@ from app.metrics import GAUGE_MERGE, GatewayMetrics
 from app.registry import WorkerRegistry
 from app.relayed import Report
 
-UNITS = "seconds|bytes|info|requests|retries|disconnects|errors|lifecycle|fds|state|stage|epoch|routable|up|workers"
+UNITS = (
+    "seconds|bytes|info|requests|retries|disconnects|errors|lifecycle|fds|dropped|state|stage|epoch|routable|up|workers"
+)
 BASE_UNITS = re.compile(rf"_({UNITS})$")
 
 
@@ -73,6 +75,7 @@ async def test_a_drain_is_seen() -> None:
         inflight=2,
         drain_stage=DrainStage.WAITING,
         drain_remaining=1.5,
+        log_lines_dropped=4,
         registry=registry,
         discovery=Discovery(StaticSource([]), registry, on_discovered=lambda: None),
     )
@@ -83,6 +86,7 @@ async def test_a_drain_is_seen() -> None:
     assert "hotspare_drain_remaining_seconds 1.5" in said
     assert 'hotspare_drain_stage{stage="waiting"} 1.0' in said
     assert 'hotspare_drain_stage{stage="none"} 0.0' in said
+    assert "hotspare_log_lines_dropped_total 4.0" in said
     assert "hotspare_inflight_requests 2.0" in said
 
 
