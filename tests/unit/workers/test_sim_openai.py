@@ -6,24 +6,31 @@ import msgspec
 import pytest
 
 from workers.engines.sim import openai, tokens
-from workers.engines.sim.openai import AnswerForm, ApiError, Job, parse_chat, parse_completion
+from workers.engines.sim.api import ApiError, Job
+from workers.engines.sim.openai import AnswerForm, parse_chat, parse_completion
 
 LIMITS: dict[str, Any] = {"model": "sim", "max_model_len": 100}
 HELLO = [{"role": "user", "content": "hello"}]
 
 
 def completion(**fields: Any) -> Job:
-    return parse_completion(msgspec.json.encode({"prompt": "hello", **fields}), **LIMITS)
+    return parse_completion(msgspec.json.encode({"prompt": "hello", **fields}), b"", **LIMITS)
 
 
 def chat(**fields: Any) -> Job:
-    return parse_chat(msgspec.json.encode({"messages": HELLO, **fields}), **LIMITS)
+    return parse_chat(msgspec.json.encode({"messages": HELLO, **fields}), b"", **LIMITS)
 
 
 def test_defaults() -> None:
     job = completion()
     assert job == Job(
-        chat=False, prompt=tokens.encode("hello"), max_tokens=64, stops=(), stream=False, include_usage=False
+        chat=False,
+        prompt=tokens.encode("hello"),
+        max_tokens=64,
+        stops=(),
+        stream=False,
+        include_usage=False,
+        limited=False,
     )
     assert chat().prompt == tokens.encode("<|user|>\nhello\n<|assistant|>\n")
 
@@ -110,7 +117,7 @@ def test_refused_completions(fields: dict[str, Any], status: int, param: str, co
 )
 def test_refused_chats(body: bytes, param: str | None) -> None:
     with pytest.raises(ApiError) as refused:
-        parse_chat(body, **LIMITS)
+        parse_chat(body, b"", **LIMITS)
     assert refused.value.status == 400
     assert msgspec.json.decode(refused.value.body)["error"]["param"] == param
 
@@ -118,7 +125,7 @@ def test_refused_chats(body: bytes, param: str | None) -> None:
 @pytest.mark.parametrize("body", [b"", b"{", b"nonsense", b'{"prompt":"\xff"}'])
 def test_what_is_not_json_is_said_to_be(body: bytes) -> None:
     with pytest.raises(ApiError) as refused:
-        parse_completion(body, **LIMITS)
+        parse_completion(body, b"", **LIMITS)
     assert refused.value.status == 400
     assert msgspec.json.decode(refused.value.body)["error"]["code"] == "invalid_json"
 

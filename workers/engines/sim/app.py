@@ -1,4 +1,4 @@
-"""The sim's OpenAI server, bare ASGI: a handful of routes need no framework, and start-up needs none to import."""
+"""The sim's HTTP server, bare ASGI: two tables of routes need no framework, and start-up needs none to import."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from functools import partial
+from typing import Any, Final
 
 from workers.contract import HEADER_REQUEST_ID, HEADER_RESELECT
 from workers.engine import EngineDeadError
-from workers.engines.sim import openai, tokens
-from workers.engines.sim.openai import AnswerForm, ApiError, Job
+from workers.engines.sim import audio, messages, openai, pooling, responses, tokens
+from workers.engines.sim.api import ApiError, Form, Job
 from workers.engines.sim.scheduler import Generation, Scheduler
 from workers.engines.sim.stops import StopFilter
 
@@ -26,13 +27,39 @@ Event = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Event]]
 Send = Callable[[Event], Awaitable[None]]
 Parse = Callable[..., Job]
+"""(body, content type, model=, max_model_len=) → a checked request; raises ApiError."""
+MakeForm = Callable[..., Form]
+"""(job, request_id=, model=, created=)"""
+Answer = Callable[..., bytes]
+"""(body, model=) → the answer; raises ApiError."""
 
 JSON = b"application/json"
 EVENT_STREAM = b"text/event-stream; charset=utf-8"
 
+_GENERATING: Final[Mapping[str, tuple[Parse, MakeForm]]] = {
+    "/v1/chat/completions": (openai.parse_chat, openai.AnswerForm),
+    "/v1/completions": (openai.parse_completion, openai.AnswerForm),
+    "/v1/responses": (responses.parse_responses, responses.ResponsesForm),
+    "/v1/messages": (messages.parse_messages, messages.MessagesForm),
+    "/v1/audio/transcriptions": (audio.parse_audio, partial(audio.AudioForm, kind="transcription")),
+    "/v1/audio/translations": (audio.parse_audio, partial(audio.AudioForm, kind="translation")),
+}
+_ANSWERING: Final[Mapping[str, Answer]] = {
+    "/classify": pooling.classify,
+    "/detokenize": openai.detokenize,
+    "/pooling": pooling.pooling,
+    "/rerank": pooling.rerank,
+    "/score": pooling.score,
+    "/v1/embeddings": pooling.embeddings,
+    "/v1/messages/count_tokens": messages.count_tokens,
+    "/v1/rerank": pooling.rerank,
+    "/v1/score": pooling.score,
+    "/v2/rerank": pooling.rerank,
+}
+
 
 class SimApp:
-    """Chat completions, completions, models and tokenize over one scheduler."""
+    """All routes over one scheduler."""
 
     def __init__(self, scheduler: Scheduler, *, model: str, max_model_len: int) -> None:
         self._scheduler = scheduler
@@ -54,24 +81,24 @@ class SimApp:
                 logger.debug("the client of %s went away", scope["path"])
 
     async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
-        match scope["method"], scope["path"]:
-            case "POST", "/v1/chat/completions":
-                await self._generate(openai.parse_chat, scope, receive, send)
-            case "POST", "/v1/completions":
-                await self._generate(openai.parse_completion, scope, receive, send)
-            case "POST", "/tokenize":
-                answer = openai.tokenize(await _body(receive), model=self._model, max_model_len=self._max_model_len)
-                await _respond(send, 200, answer)
-            case "GET", "/v1/models":
-                await _respond(send, 200, self._models)
-            case _, "/v1/chat/completions" | "/v1/completions" | "/tokenize" | "/v1/models":
-                raise ApiError(405, f"{scope['method']} is not allowed here", code="method_not_allowed")
-            case _:
-                raise ApiError(404, f"there is nothing at {scope['path']}", code="not_found")
+        method, path = scope["method"], scope["path"]
+        if path in _GENERATING and method == "POST":
+            await self._generate(*_GENERATING[path], scope, receive, send)
+        elif path in _ANSWERING and method == "POST":
+            await _respond(send, 200, _ANSWERING[path](await _body(receive), model=self._model))
+        elif path == "/tokenize" and method == "POST":
+            answer = openai.tokenize(await _body(receive), model=self._model, max_model_len=self._max_model_len)
+            await _respond(send, 200, answer)
+        elif path == "/v1/models" and method == "GET":
+            await _respond(send, 200, self._models)
+        elif path in _GENERATING or path in _ANSWERING or path in ("/tokenize", "/v1/models"):
+            raise ApiError(405, f"{method} is not allowed here", code="method_not_allowed")
+        else:
+            raise ApiError(404, f"there is nothing at {path}", code="not_found")
 
-    async def _generate(self, parse: Parse, scope: Scope, receive: Receive, send: Send) -> None:
-        job = parse(await _body(receive), model=self._model, max_model_len=self._max_model_len)
-        form = AnswerForm(job, request_id=_request_id(scope), model=self._model, created=int(time.time()))
+    async def _generate(self, parse: Parse, make: MakeForm, scope: Scope, receive: Receive, send: Send) -> None:
+        job = parse(await _body(receive), _content_type(scope), model=self._model, max_model_len=self._max_model_len)
+        form = make(job, request_id=_request_id(scope), model=self._model, created=int(time.time()))
         generation = self._scheduler.submit(job.prompt, max_tokens=job.max_tokens)
         watcher = asyncio.create_task(_close_on_disconnect(receive, generation))
         try:
@@ -85,7 +112,7 @@ class SimApp:
             await asyncio.wait((watcher,))
 
 
-async def _stream(job: Job, form: AnswerForm, generation: Generation, send: Send) -> None:
+async def _stream(job: Job, form: Form, generation: Generation, send: Send) -> None:
     """The head goes out with the first token, so that whatever fails before it has a real status."""
     text = _TextOut(job, generation)
     try:
@@ -109,7 +136,7 @@ async def _stream(job: Job, form: AnswerForm, generation: Generation, send: Send
         logger.warning("a stream was cut: %s", error)
 
 
-async def _answer(job: Job, form: AnswerForm, generation: Generation, send: Send) -> None:
+async def _answer(job: Job, form: Form, generation: Generation, send: Send) -> None:
     text = _TextOut(job, generation)
     parts: list[str] = []
     try:
@@ -172,6 +199,10 @@ async def _close_on_disconnect(receive: Receive, generation: Generation) -> None
     while (await receive())["type"] != "http.disconnect":
         pass
     generation.close()
+
+
+def _content_type(scope: Scope) -> bytes:
+    return next((value for name, value in scope["headers"] if name == b"content-type"), b"")
 
 
 def _request_id(scope: Scope) -> str:

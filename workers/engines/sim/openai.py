@@ -1,4 +1,4 @@
-"""The OpenAI forms the sim speaks: requests parsed and checked, answers and errors as bytes.
+"""Chat completions, completions, tokens and models: requests parsed and checked, answers as bytes.
 
 Sampling parameters are accepted and have no effect: the sim is greedy. What would change the shape of an answer and is
 not there (``n`` other than 1, several prompts) is refused, never ignored.
@@ -6,40 +6,12 @@ not there (``n`` other than 1, several prompts) is refused, never ignored.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
 from typing import Annotated, Any
 
 import msgspec
 
 from workers.engines.sim import tokens
-
-DEFAULT_MAX_TOKENS = 64
-
-_MISSING = re.compile(r"required field `(.+?)`")
-_INSIDE = re.compile(r" - at `\$\.(.+?)`$")
-
-Stops = str | Annotated[list[str], msgspec.Meta(max_length=4)] | None
-Positive = Annotated[int, msgspec.Meta(ge=1)]
-
-
-class ApiError(Exception):
-    """An answer in the OpenAI error envelope. ``kind`` is its ``type``."""
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        code: str | None = None,
-        param: str | None = None,
-        kind: str = "invalid_request_error",
-        headers: Sequence[tuple[bytes, bytes]] = (),
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.headers = tuple(headers)
-        self.body = msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": code}})
+from workers.engines.sim.api import ApiError, Job, Message, Positive, Stops, chat_prompt, check_model, decode, make_job
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -57,22 +29,6 @@ class _Common(msgspec.Struct, frozen=True, kw_only=True):
     stop: Stops = None
 
 
-class TextPart(msgspec.Struct, frozen=True):
-    type: str
-    text: str = ""
-
-
-class Message(msgspec.Struct, frozen=True):
-    role: str
-    content: str | list[TextPart] | None = None
-
-    @property
-    def text(self) -> str:
-        if self.content is None or isinstance(self.content, str):
-            return self.content or ""
-        return "".join(part.text for part in self.content)
-
-
 class ChatRequest(_Common, frozen=True, kw_only=True):
     messages: Annotated[list[Message], msgspec.Meta(min_length=1)]
     max_completion_tokens: Positive | None = None
@@ -82,58 +38,60 @@ class CompletionRequest(_Common, frozen=True, kw_only=True):
     prompt: str | list[int | str | list[int]]
 
 
+class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
+    model: str | None = None
+    tokens: list[Annotated[int, msgspec.Meta(ge=0, lt=tokens.VOCAB_SIZE)]]
+
+
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = None
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """A checked request: what to generate, and in which form to answer."""
-
-    chat: bool
-    prompt: list[int]
-    max_tokens: int
-    stops: tuple[str, ...]
-    stream: bool
-    include_usage: bool
-
-
 _chat = msgspec.json.Decoder(ChatRequest)
 _completion = msgspec.json.Decoder(CompletionRequest)
 _tokenize = msgspec.json.Decoder(TokenizeRequest)
+_detokenize = msgspec.json.Decoder(DetokenizeRequest)
 
 
-def parse_chat(body: bytes, *, model: str, max_model_len: int) -> Job:
+def parse_chat(body: bytes, content_type: bytes, *, model: str, max_model_len: int) -> Job:
     """Check a chat completion request.
 
     Raises:
         ApiError: 400 or 404, with the parameter that is wrong.
     """
-    request: ChatRequest = _decode(_chat, body)
-    prompt = _chat_prompt(request.messages)
+    request: ChatRequest = decode(_chat, body)
+    prompt = chat_prompt(request.messages)
     limit = request.max_completion_tokens or request.max_tokens
     return _job(request, prompt, limit, chat=True, model=model, max_model_len=max_model_len)
 
 
-def parse_completion(body: bytes, *, model: str, max_model_len: int) -> Job:
+def parse_completion(body: bytes, content_type: bytes, *, model: str, max_model_len: int) -> Job:
     """Check a completion request. Raises as ``parse_chat``."""
-    request: CompletionRequest = _decode(_completion, body)
+    request: CompletionRequest = decode(_completion, body)
     prompt = _completion_prompt(request.prompt)
     return _job(request, prompt, request.max_tokens, chat=False, model=model, max_model_len=max_model_len)
 
 
 def tokenize(body: bytes, *, model: str, max_model_len: int) -> bytes:
     """Answer ``POST /tokenize``, for a ``prompt`` or for ``messages``. Raises as ``parse_chat``."""
-    request: TokenizeRequest = _decode(_tokenize, body)
-    _check_model(request.model, model)
+    request: TokenizeRequest = decode(_tokenize, body)
+    check_model(request.model, model)
     if request.prompt is not None:
         ids = tokens.encode(request.prompt)
     elif request.messages is not None:
-        ids = _chat_prompt(request.messages)
+        ids = chat_prompt(request.messages)
     else:
         raise ApiError(400, "give a prompt or messages", param="prompt")
     return msgspec.json.encode({"count": len(ids), "max_model_len": max_model_len, "tokens": ids})
+
+
+def detokenize(body: bytes, *, model: str) -> bytes:
+    """Answer ``POST /detokenize``. Raises as ``parse_chat``."""
+    request: DetokenizeRequest = decode(_detokenize, body)
+    check_model(request.model, model)
+    return msgspec.json.encode({"prompt": tokens.decode(request.tokens)})
 
 
 def models_document(model: str, *, max_model_len: int, created: int) -> bytes:
@@ -207,36 +165,6 @@ class AnswerForm:
         return b"data: " + msgspec.json.encode({**self._head, "choices": choices, **more}) + b"\n\n"
 
 
-def _decode(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
-    try:
-        return decoder.decode(body)
-    except msgspec.ValidationError as error:
-        raise ApiError(400, str(error), param=_param(str(error))) from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
-
-
-def _param(message: str) -> str | None:
-    """The parameter that a message of msgspec is about."""
-    missing, inside = _MISSING.search(message), _INSIDE.search(message)
-    names = [found[1] for found in (inside, missing) if found]
-    return ".".join(names) or None
-
-
-def _check_model(asked: str | None, model: str) -> None:
-    if asked is not None and asked != model:
-        message = f"the model `{asked}` does not exist; this server has `{model}`"
-        raise ApiError(404, message, code="model_not_found", param="model")
-
-
-def _chat_prompt(messages: Sequence[Message]) -> list[int]:
-    for message in messages:
-        for part in message.content if isinstance(message.content, list) else ():
-            if part.type != "text":
-                raise ApiError(400, f"content of type {part.type!r} is not supported", param="messages")
-    return tokens.encode(tokens.render_chat((message.role, message.text) for message in messages))
-
-
 def _completion_prompt(prompt: str | list[int | str | list[int]]) -> list[int]:
     """The token ids of a prompt given as text, as token ids, or as a list with one of either."""
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
@@ -256,25 +184,17 @@ def _completion_prompt(prompt: str | list[int | str | list[int]]) -> list[int]:
 
 
 def _job(request: _Common, prompt: list[int], limit: int | None, *, chat: bool, model: str, max_model_len: int) -> Job:
-    _check_model(request.model, model)
+    check_model(request.model, model)
     if request.n not in (None, 1):
         raise ApiError(400, f"n={request.n} is not supported: one choice a request", param="n")
-    stops = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
-    if "" in stops:
-        raise ApiError(400, "a stop string cannot be empty", param="stop")
-    room = max_model_len - len(prompt)
-    if room < (limit or 1):
-        message = (
-            f"the model's context is {max_model_len} tokens; the request asks for {len(prompt)} in the prompt "
-            f"and {limit or 1} in the completion"
-        )
-        raise ApiError(400, message, code="context_length_exceeded", param="messages" if chat else "prompt")
     options = request.stream_options
-    return Job(
+    return make_job(
+        prompt,
+        limit,
+        max_model_len=max_model_len,
+        param="messages" if chat else "prompt",
+        stop=request.stop,
+        stream=request.stream,
         chat=chat,
-        prompt=prompt,
-        max_tokens=limit or min(DEFAULT_MAX_TOKENS, room),
-        stops=stops,
-        stream=bool(request.stream),
-        include_usage=bool(request.stream and options and options.include_usage),
+        include_usage=bool(options and options.include_usage),
     )
