@@ -150,7 +150,7 @@ class ResponsesForm:
             if completion_tokens is None
             else {
                 "input_tokens": len(job.prompt),
-                "input_tokens_details": {"cached_tokens": 0},
+                "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
                 "output_tokens": completion_tokens,
                 "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": len(job.prompt) + completion_tokens,

@@ -1,0 +1,34 @@
+"""One ``hotspare up`` with two sim pods for all tests beside it: real processes, real sockets, no model."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+from openai import AsyncOpenAI, OpenAI
+
+from tests.support.machine import Machine
+
+MODEL = "sim"
+
+
+@pytest.fixture(scope="session")
+def base_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("sdk")
+    machine = Machine(folder / "run", folder, ("--pods", "2"), {})
+    try:
+        yield machine.until_ready()
+    finally:
+        machine.end()
+
+
+@pytest.fixture
+def client(base_url: str) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{base_url}/v1", api_key="none", max_retries=0, timeout=20) as made:
+        yield made
+
+
+@pytest.fixture
+async def async_client(base_url: str) -> AsyncIterator[AsyncOpenAI]:
+    async with AsyncOpenAI(base_url=f"{base_url}/v1", api_key="none", max_retries=0, timeout=20) as made:
+        yield made
