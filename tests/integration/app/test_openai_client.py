@@ -13,6 +13,7 @@ from openai import (
     APIError,
     APIStatusError,
     AsyncOpenAI,
+    AuthenticationError,
     DefaultAsyncHttpxClient,
     InternalServerError,
     NotFoundError,
@@ -27,7 +28,7 @@ MESSAGES: Any = [{"role": "user", "content": "hi"}]
 
 @asynccontextmanager
 async def client(running: Running, **options: Any) -> AsyncIterator[AsyncOpenAI]:
-    async with AsyncOpenAI(base_url=f"{running.base_url}/v1", api_key="k", **({"max_retries": 0} | options)) as made:
+    async with AsyncOpenAI(base_url=f"{running.base_url}/v1", **({"api_key": "k", "max_retries": 0} | options)) as made:
         yield made
 
 
@@ -70,6 +71,20 @@ async def test_errors_have_their_class(workers: Any) -> None:
         worker.will(answers(500, {"detail": "no envelope"}))
         with pytest.raises(InternalServerError):
             await openai.chat.completions.create(model=MODEL, messages=MESSAGES)
+
+
+async def test_a_wrong_key_is_said_to_be(workers: Any) -> None:
+    (worker,) = await workers("pod-0")
+    async with run_gateway(worker, api_keys="right") as running:
+        async with client(running, api_key="wrong") as openai:
+            with pytest.raises(AuthenticationError):
+                await openai.chat.completions.create(model=MODEL, messages=MESSAGES)
+            with pytest.raises(AuthenticationError):
+                await openai.models.list()
+        async with client(running, api_key="right") as openai:
+            assert [model.id async for model in openai.models.list()] == [MODEL]
+            assert (await openai.chat.completions.create(model=MODEL, messages=MESSAGES)).choices
+    assert len(worker.calls) == 1
 
 
 async def test_no_worker_is_a_server_error(workers: Any) -> None:
