@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import json
 import os
+import resource
 import signal
 import socket
 import sys
@@ -88,6 +89,12 @@ def die_with_parent(parent_pid: int) -> None:
         raise StartError(f"the parent process {parent_pid} has ended already")
 
 
+def raise_file_limit() -> None:
+    """A stream has two connections, and the usual limit of 1024 open files would end at 500 of them."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 def bind(host: str, port: int) -> socket.socket:
     """A bound socket of our own, so that the port is known before serving.
 
@@ -150,6 +157,7 @@ def run(settings: GatewaySettings) -> int:
     """Serve until drained; returns the exit code."""
     if settings.parent_pid is not None:
         die_with_parent(settings.parent_pid)
+    raise_file_limit()
     # What can fail quickly has been checked; the server's own imports take half a second.
     with contextlib.closing(bind(settings.host, settings.port)) as listener:
         host, port = listener.getsockname()[:2]
