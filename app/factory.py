@@ -20,6 +20,7 @@ from app.asgi import Message, Receive, Scope, Send
 from app.credentials import OPEN_PATHS, ApiKeys
 from app.direct import DirectEndpoint
 from app.discovery.follower import Discovery
+from app.discovery.kubernetes import KubernetesSource
 from app.discovery.sources import DnsSource, FileSource, Source, StaticSource
 from app.drain import DrainProgress
 from app.headers import REQUEST_ID, client_request_id
@@ -212,6 +213,10 @@ def _source(settings: GatewaySettings) -> Source:
         return FileSource(settings.workers_file)
     if settings.workers_dns is not None:
         return DnsSource(settings.workers_dns, interval_seconds=settings.discovery_interval_seconds)
+    if settings.workers_kubernetes is not None:
+        return KubernetesSource(
+            settings.workers_kubernetes, api=settings.kubernetes_api, credentials=settings.kubernetes_credentials
+        )
     return StaticSource(settings.workers)
 
 

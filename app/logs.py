@@ -77,6 +77,7 @@ def configure_logging(form: Literal["console", "json"], level: str) -> LogSink:
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     # The server's own lines say what ours say; its warnings and errors stay.
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for each request that discovery makes
     # Warns of each malformed form; its client is told, and the access line says so.
     logging.getLogger("python_multipart").setLevel(logging.ERROR)
     return sink

@@ -6,6 +6,7 @@ name with dashes); flags win. A bad value refuses to start, with a sentence.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Final, Literal, Self
 
@@ -14,9 +15,10 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from app.address import Address, parse_address, parse_addresses
 from app.credentials import parse_keys
+from app.discovery.endpoints import ServicePort, parse_service_port
 
 MIB = 1024 * 1024
-SOURCES: Final = ("workers", "workers_file", "workers_dns")
+SOURCES: Final = ("workers", "workers_file", "workers_dns", "workers_kubernetes")
 """The settings that say where workers are: one of them."""
 
 
@@ -39,6 +41,16 @@ def _address(value: object) -> object:
     return parse_address(value) if isinstance(value, str) else value
 
 
+def _service_port(value: object) -> object:
+    return parse_service_port(value) if isinstance(value, str) else value
+
+
+def _in_cluster() -> str:
+    """The API server, as Kubernetes tells every pod; "" elsewhere."""
+    host, port = os.environ.get("KUBERNETES_SERVICE_HOST", ""), os.environ.get("KUBERNETES_SERVICE_PORT", "443")
+    return f"https://{Address(host, int(port))}" if host and port.isdigit() else ""
+
+
 Seconds = Annotated[float, Field(gt=0, le=86400, allow_inf_nan=False)]
 
 
@@ -59,6 +71,13 @@ class GatewaySettings(BaseSettings):
     workers_dns: Annotated[Address | None, BeforeValidator(_address)] = None
     """``host:port``: each address of this name is a worker, as with a headless Service. It is
     resolved again and again."""
+    workers_kubernetes: Annotated[ServicePort | None, BeforeValidator(_service_port)] = None
+    """``namespace/service:port``: each endpoint of this Service is a worker. Followed through EndpointSlices, which the
+    gateway's service account must be allowed to list and to watch."""
+    kubernetes_api: Annotated[str, Field(pattern="^https?://[^/?#@]+/?$|^$", default_factory=_in_cluster)]
+    """The Kubernetes API server's URL. In a pod it is known (``KUBERNETES_SERVICE_HOST``)."""
+    kubernetes_credentials: Path = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+    """Folder with ``token`` and ``ca.crt``, the service account's."""
     discovery_interval_seconds: Seconds = 5.0
     """How often ``workers_dns`` is resolved."""
 
@@ -125,4 +144,6 @@ class GatewaySettings(BaseSettings):
         given = [name for name in SOURCES if name in self.model_fields_set and getattr(self, name) is not None]
         if len(given) > 1:
             raise ValueError(f"{' and '.join(given)} are set; workers are found in one way: unset all but one of them")
+        if self.workers_kubernetes is not None and not self.kubernetes_api:
+            raise ValueError("workers_kubernetes needs an API server: run in a pod, or set kubernetes_api")
         return self

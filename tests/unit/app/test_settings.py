@@ -12,7 +12,7 @@ from app.address import Address
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
-        if name.startswith(("HOTSPARE_", "DYN_")):
+        if name.startswith(("HOTSPARE_", "DYN_", "KUBERNETES_")):
             monkeypatch.delenv(name)
 
 
@@ -71,6 +71,9 @@ def test_the_alias_of_the_drain_timeout(monkeypatch: pytest.MonkeyPatch) -> None
         (["--wait-for-worker-seconds", "nan"], "wait_for_worker_seconds"),
         (["--drain-timeout-seconds", "-1"], "drain_timeout_seconds=-1"),
         (["--log-format", "xml"], "log_format=xml"),
+        (["--workers-kubernetes", "pods:http"], "workers_kubernetes=pods:http: should be namespace/service:port"),
+        (["--workers-kubernetes", "ns/pods:http"], "^workers_kubernetes needs an API server: run in a pod, or set"),
+        (["--kubernetes-api", "ftp://x"], "kubernetes_api=ftp://x"),
         (["--workers-dns", "pods"], "workers_dns=pods: .*port is missing"),
         (["--workers", "a:1", "--workers-file", "f"], "^workers and workers_file are set; .* unset all but one"),
     ],
@@ -79,6 +82,14 @@ def test_a_bad_value_is_a_sentence(arguments: list[str], reason: str) -> None:
     with pytest.raises(StartError, match=reason) as caught:
         read_settings(arguments)
     assert "\n" not in str(caught.value)
+
+
+def test_the_api_server_of_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "fd00::1")
+    monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "443")
+    settings = read_settings(["--workers-kubernetes", "ns/pods:http"])
+    assert settings.kubernetes_api == "https://[fd00::1]:443"
+    assert read_settings(["--kubernetes-api", "http://127.0.0.1:8001"]).kubernetes_api == "http://127.0.0.1:8001"
 
 
 def test_a_source_in_the_environment_and_another_flag(monkeypatch: pytest.MonkeyPatch) -> None:
