@@ -129,7 +129,7 @@ def _nginx(_: Path) -> Gateway:
     return Gateway("nginx", said.strip().rpartition("/")[2], command)
 
 
-def _router(name: str, program: Sequence[str]) -> Callable[[Path], Gateway]:
+def _router(name: str, program: Sequence[str], level: str) -> Callable[[Path], Gateway]:
     def finder(peers: Path) -> Gateway:
         binaries = (peers / name / "bin").resolve()
         if not (binaries / "python").exists():
@@ -144,7 +144,7 @@ def _router(name: str, program: Sequence[str]) -> Callable[[Path], Gateway]:
                 *("--host", "127.0.0.1", "--port", str(port)),
                 *("--worker-urls", *(f"http://127.0.0.1:{worker}" for worker in around.workers)),
                 *("--policy", "round_robin", "--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port())),
-                *("--log-level", "warn", "--max-concurrent-requests", str(MAX_REQUESTS)),
+                *("--log-level", level, "--max-concurrent-requests", str(MAX_REQUESTS)),
             ]
 
         return Gateway(name, found[-1].name.removesuffix(".dist-info").rpartition("-")[2], command)
@@ -155,8 +155,8 @@ def _router(name: str, program: Sequence[str]) -> Callable[[Path], Gateway]:
 _FINDERS: Final[Mapping[str, Callable[[Path], Gateway]]] = {
     OURS: _hotspare,
     "nginx": _nginx,
-    "vllm-router": _router("vllm-router", ("vllm-router",)),
-    "sglang-router": _router("sglang-router", ("python", "-m", "sglang_router.launch_router")),
+    "vllm-router": _router("vllm-router", ("vllm-router",), "warning"),
+    "sglang-router": _router("sglang-router", ("python", "-m", "sglang_router.launch_router"), "warn"),
 }
 PEERS: Final = tuple(name for name in _FINDERS if name != OURS)
 

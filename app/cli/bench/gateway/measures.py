@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from app.cli.bench.gateway.children import Child, Cores, clean_environment
+from app.cli.bench.gateway.children import STOP_SECONDS, Child, Cores, clean_environment
 from app.cli.bench.gateway.figures import Load, Sample, memory_figure, parse_load
 from app.cli.bench.gateway.gateways import Running, ask
 from app.cli.bench.gateway.native import Tools
@@ -136,7 +136,8 @@ def _finished(generator: Child, gateway: Child | None, before: float) -> _Run:
     try:
         return _Run(parse_load(line), spent, complaint)
     except msgspec.DecodeError as error:
-        raise BenchError(f"the load generator failed: {line.strip()}\n{complaint}") from error
+        ended = f"ended with {generator.wait(STOP_SECONDS)}" if not line else f"said {line.strip()}"
+        raise BenchError(f"the load generator {ended}\n{complaint}") from error
 
 
 def _sample(running: Running, measure: str, round_: int, run: _Run, figures: Mapping[str, float]) -> Sample:
@@ -177,7 +178,11 @@ def _paced(bench: Bench, running: Running, round_: int) -> Iterator[Sample]:
         interval_us=PACED_INTERVAL_US,
     )
     figures = {"paced_cpu_us": run.cpu_seconds / run.load.events * 1e6} if run.load.events else {}
-    yield _sample(running, "paced streams", round_, run, figures)
+    sample = _sample(running, "paced streams", round_, run, figures)
+    if run.load.seconds < (tokens - 1) * PACED_INTERVAL_US / 1e6 and sample.figures:
+        said = f"the streams took {run.load.seconds:.2f} s: the gateway changed the request that sets their pace"
+        sample = msgspec.structs.replace(sample, figures={}, problem=said)
+    yield sample
 
 
 def _saturated(bench: Bench, running: Running, round_: int) -> Iterator[Sample]:
@@ -198,7 +203,7 @@ MEASURES: Final[Mapping[str, Callable[[Bench, Running, int], Iterator[Sample]]]]
 MEMORY: Final = "memory"
 
 
-def hold_streams(bench: Bench, running: Running, streams: int) -> Sample:
+def hold_streams(bench: Bench, running: Running, streams: int) -> Iterator[Sample]:
     """Memory per stream, of streams that have delivered 500 tokens and go on slowly.
 
     Raises:
@@ -221,7 +226,8 @@ def hold_streams(bench: Bench, running: Running, streams: int) -> Sample:
         "announce": HELD_TOKENS,
     }
     with _generator(bench, running, options) as generator:
-        read_line(generator, HELD_SECONDS)
+        if not read_line(generator, HELD_SECONDS).startswith('{"held"'):
+            raise BenchError(f"the load generator ended before all streams had come\n{generator.log_tail()}")
         held = active_streams(bench.workers)
         grown = gateway.pss_bytes() - before
         for worker in bench.workers:
@@ -231,8 +237,8 @@ def hold_streams(bench: Bench, running: Running, streams: int) -> Sample:
     sample = _sample(running, name, 0, run, {memory_figure(streams): grown / 1024 / streams})
     if held != streams and sample.figures:
         said = f"{held} of {streams} streams were there when memory was read"
-        return msgspec.structs.replace(sample, figures={}, problem=said)
-    return sample
+        sample = msgspec.structs.replace(sample, figures={}, problem=said)
+    yield sample
 
 
 def active_streams(workers: Sequence[int]) -> int:

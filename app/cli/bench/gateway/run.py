@@ -7,8 +7,9 @@ import platform
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -114,7 +115,7 @@ def _in_turns(bench: Bench, found: Sequence[Gateway], plan: Plan, skipped: dict[
             for name in wanted:
                 say(f"round {round_ + 1} of {plan.rounds}: {name}")
                 for gateway in order if round_ % 2 == 0 else reversed(order):
-                    samples += MEASURES[name](bench, gateway, round_)
+                    samples += _guarded(gateway, name, round_, partial(MEASURES[name], bench, gateway, round_))
                     settle(bench)
     return samples
 
@@ -135,9 +136,23 @@ def _memory(
             say(f"memory of {streams} streams: {gateway.name}")
             with _up(bench, [gateway], skipped, lambda _: None) as running:
                 for one in running:
-                    samples.append(hold_streams(bench, one, streams))
+                    held = partial(hold_streams, bench, one, streams)
+                    samples += _guarded(one, f"memory, {streams} streams", 0, held)
             settle(bench)
     return samples
+
+
+def _guarded(gateway: Running, name: str, round_: int, measured: Callable[[], Iterable[Sample]]) -> list[Sample]:
+    """The samples; a peer that spoils a measure is a sample that says so, and the others go on."""
+    try:
+        return list(measured())
+    except BenchError as error:
+        if gateway.name in (OURS, DIRECT):
+            raise
+        problem = Sample(
+            gateway=gateway.name, measure=name, round=round_, figures={}, completed=0, failed=0, problem=str(error)
+        )
+        return [problem]
 
 
 def _sigterm_unwinds() -> None:

@@ -6,7 +6,8 @@
  *
  * A complete answer counts when it is a whole 200 with the mock worker's text; a stream, when all T events came in
  * order, none twice, and [DONE] after them. Everything else is a failure, counted by kind. Prints one JSON object.
- * With --announce it prints a line of its own before that, once every stream has had so many events (or has failed).
+ * With --announce each connection has one stream, and a line of its own is printed before that, once every stream has had
+ * so many events (or has failed).
  */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
@@ -157,7 +158,7 @@ static void send_request(conn *c) {
 static int more(void) { return total >= 0 ? issued < total : now_us() < end_us; }
 
 static void begin(conn *c) {
-    if (!more()) {
+    if (!more() || c->announced) {
         drop(c);
         c->phase = OVER;
         open_conns--;
@@ -367,12 +368,13 @@ static void make_request(const char *header, long burst, long interval_us, long 
     size_t room = (size_t)(body_bytes > 0 ? body_bytes : 0) + 1024;
     char *text = need(malloc(room)), *p = text;
     p += sprintf(p, "{\"model\":\"mock-model\",\"messages\":[{\"role\":\"user\",\"content\":\"Say hello to the mock worker. ");
-    while (p - text + 120 < body_bytes) {
+    if (tokens) p += sprintf(p, "burst=%ld interval_us=%ld ", burst, interval_us);
+    while (p - text + 48 < body_bytes) {
         *p = (p - text) % 6 ? 'w' : ' ';
         p++;
     }
     p += sprintf(p, "\"}],\"max_tokens\":%d", tokens ? tokens : 10);
-    if (tokens) p += sprintf(p, ",\"stream\":true,\"user\":\"burst=%ld interval_us=%ld\"", burst, interval_us);
+    if (tokens) p += sprintf(p, ",\"stream\":true");
     p += sprintf(p, "}");
     room += strlen(header) + 512;
     request = need(malloc(room));

@@ -2,9 +2,9 @@
  *
  * Listens on a free port of 127.0.0.1 and prints it. Serves chat completions, complete or as a stream of server-sent
  * events, what routers ask a worker (health, models, versions), and Hotspare's watch. How a stream goes stands in the
- * request, in fields that every gateway passes on:
+ * request, where every gateway passes it on (some know no other fields than their own): max_tokens, and in the prompt
  *
- *   "max_tokens": 550, "user": "burst=500 interval_us=3000000"
+ *   burst=500 interval_us=3000000
  *
  * is 500 events as fast as the connection takes them, then one every three seconds. Each event carries its number, so
  * that the other end sees whether one is missing. A request with x-hotspare-stream: 1 gets a token note before each
@@ -328,10 +328,9 @@ static void chat(conn *c, const char *body, int notes) {
     }
     const char *tokens = field(body, "\"max_tokens\"");
     if (!tokens || atol(tokens) < 1) tokens = field(body, "\"max_completion_tokens\"");
-    const char *user = field(body, "\"user\"");
     c->total = tokens && atol(tokens) > 0 ? atol(tokens) : 10;
-    c->burst = number_after(user ? user : "", "burst=", 1);
-    c->interval_us = (uint64_t)number_after(user ? user : "", "interval_us=", 0);
+    c->burst = number_after(body, "burst=", 1);
+    c->interval_us = (uint64_t)number_after(body, "interval_us=", 0);
     c->sent = 0;
     c->crc = 0;
     c->notes = notes;
