@@ -28,7 +28,7 @@ EXIT_OVERRAN = 70
 _PR_SET_PDEATHSIG = 1
 
 
-_SECRET = frozenset(("api_keys",))
+_SECRET = frozenset(("api_keys", "worker_token"))
 """Settings whose values are repeated nowhere."""
 
 
@@ -46,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
             made.add_argument("--api-key", dest=name, action="append", metavar="KEY", help=usage)
         elif field.annotation is bool:
             made.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=usage)
-        else:
+        elif name not in _SECRET:
             made.add_argument(flag, default=None, help=usage)
     return made
 
@@ -72,6 +72,8 @@ def _sentence(location: tuple[int | str, ...], message: str, value: object) -> s
         return reason
     name = str(location[0])
     given = name if name in _SECRET else f"{name}={value}"
+    if name == "worker_token":
+        return f"{given}: {reason} (set it with HOTSPARE_WORKER_TOKEN or HOTSPARE_WORKER_TOKEN_FILE)"
     flag = "--api-key" if name == "api_keys" else f"--{name.replace('_', '-')}"
     return f"{given}: {reason} (set it with {flag} or HOTSPARE_{name.upper()})"
 
@@ -134,7 +136,8 @@ def announced(run_dir: Path | None, host: str, port: int) -> Iterator[Path | Non
     document = {"pid": os.getpid(), "host": host, "port": port}
     try:
         run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        partial.write_text(json.dumps(document))
+        with open(partial, "w", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+            file.write(json.dumps(document))
         partial.replace(path)
     except OSError as error:
         with contextlib.suppress(OSError):

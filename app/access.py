@@ -14,12 +14,14 @@ from app.credentials import ApiKeys, parse_key_file
 from app.settings import GatewaySettings
 from app.start_error import StartError
 from app.watched_files import WatchedFiles, read_text
+from app.worker_token import WorkerToken
+from workers.contract import WorkerTokenError, parse_worker_tokens
 
 
 class Access:
     """What is checked at the gateway's doors. Use :meth:`followed` while the gateway runs.
 
-    ``keys`` is ``None`` where everybody is let in.
+    ``keys`` is ``None`` where everybody is let in; ``worker_token`` is what this gateway shows to workers.
     """
 
     def __init__(self, settings: GatewaySettings) -> None:
@@ -30,6 +32,7 @@ class Access:
         self._given = tuple(key.get_secret_value() for key in settings.api_keys)
         self._keys_file = settings.api_keys_file
         self.keys = self._api_keys()
+        self.worker_token = self._worker_token(settings)
 
     @asynccontextmanager
     async def followed(self) -> AsyncIterator[None]:
@@ -68,3 +71,27 @@ class Access:
             return parse_key_file(text)
         except ValueError as error:
             raise StartError(f"{self._keys_file}: {error}") from None
+
+    def _worker_token(self, settings: GatewaySettings) -> WorkerToken:
+        """The variable's, or else the first one of the file."""
+        path = settings.worker_token_file
+        if settings.worker_token is not None:
+            return WorkerToken(settings.worker_token.get_secret_value())
+        if path is None:
+            return WorkerToken()
+
+        def first() -> str:
+            try:
+                return parse_worker_tokens(read_text(path, "worker_token_file").encode())[0]
+            except WorkerTokenError as error:
+                raise StartError(f"{path}: {error}") from None
+
+        watched = WatchedFiles(path)
+        token = WorkerToken(first())
+
+        def reload() -> str:
+            token.replace(first())
+            return "the worker token was read again"
+
+        self._files.append((watched, reload))
+        return token

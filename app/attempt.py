@@ -28,11 +28,16 @@ class Verdict(Enum):
     """The answer is delivered, to its end."""
     RESELECT = "reselect"
     """The worker started nothing and says: take another one."""
+    UNTRUSTED = "untrusted"
+    """The worker does not take this gateway for one of its own: the worker token is another. Nothing was started."""
     UNSENT = "unsent"
     """The connection was gone before the request was written: as good as refused."""
     STALE = "stale"
     """An idle connection was just being closed; nothing was started."""
     BROKEN = "broken"
+
+
+_REFUSALS = {401: Verdict.UNTRUSTED, 503: Verdict.RESELECT}
 
 
 class Answer(Protocol):
@@ -160,8 +165,8 @@ class Attempt:
         self._connection = None
         if self._ended:
             self._conclude(Verdict.FINISHED)
-        elif self._status == 503 and find(self._headers, _RESELECT) is not None:
-            self._conclude(Verdict.RESELECT)
+        elif (refusal := self._refusal()) is not None:
+            self._conclude(refusal)
         else:
             self._conclude(Verdict.STALE if error.kind is Break.STALE else Verdict.BROKEN, error.kind.value)
 
@@ -202,11 +207,17 @@ class Attempt:
             self._conclude(Verdict.FINISHED)
 
     def _end_body(self, body: bytes) -> None:
-        if self._status == 503 and find(self._headers, _RESELECT) is not None:
-            self._conclude(Verdict.RESELECT)
+        if (refusal := self._refusal()) is not None:
+            self._conclude(refusal)
             return
         self._answer.whole(self._status, self._headers, body)
         self._conclude(Verdict.FINISHED)
+
+    def _refusal(self) -> Verdict | None:
+        """What the worker's answer is if it is no answer, but a word to us."""
+        if self._status not in _REFUSALS or find(self._headers, _RESELECT) is None:
+            return None
+        return _REFUSALS[self._status]
 
     def _conclude(self, verdict: Verdict, reason: str = "") -> None:
         on_verdict, self._on_verdict = self._on_verdict, None

@@ -128,12 +128,15 @@ def create_app(settings: GatewaySettings, sink: LogSink | None = None) -> Gatewa
     metrics = GatewayMetrics()
     ids = RequestIds()
     registry = WorkerRegistry(
-        connect_timeout=settings.connect_timeout_seconds, heartbeat_timeout=settings.heartbeat_timeout_seconds
+        connect_timeout=settings.connect_timeout_seconds,
+        heartbeat_timeout=settings.heartbeat_timeout_seconds,
+        token=access.worker_token,
     )
     discovery = Discovery(_source(settings), registry, on_discovered=lambda: _discovered(lifecycle))
     relay = Relay(
         registry=registry,
         router=RoundRobinRouter(),
+        token=access.worker_token,
         limits=RelayLimits(
             wait_for_worker=settings.wait_for_worker_seconds,
             first_byte=settings.first_byte_timeout_seconds,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -32,6 +33,7 @@ from app.liveness import (
 from app.logs import fields
 from app.upstream import UpstreamPool
 from app.watch import AddressWatch, WatchSession
+from app.worker_token import WorkerToken
 from workers.contract import WatchLine
 
 logger = logging.getLogger(__name__)
@@ -90,6 +92,8 @@ class WorkerEntry:
         self.timer: asyncio.TimerHandle | None = None
         self.watch: AddressWatch | None = None
         self.task: asyncio.Task[None] | None = None
+        self.distrusted_at = -math.inf
+        """When it refused our worker token last, under a request."""
 
     @property
     def current(self) -> Replica | None:
@@ -129,6 +133,7 @@ class WorkerRegistry:
         *,
         connect_timeout: float,
         heartbeat_timeout: float,
+        token: WorkerToken | None = None,
     ) -> None:
         """``addresses``: those known from the start; :meth:`follow` gives others."""
         self.entries = {address: WorkerEntry(address) for address in addresses}
@@ -139,6 +144,7 @@ class WorkerRegistry:
         self._departed: dict[tuple[str, ...], float] = {}
         """What workers served whose address is gone, and when they were last heard of."""
         self._open = False
+        self._token = token or WorkerToken()
         self._closing = False
         self._waiters: set[Waiter] = set()
         self._routable: dict[ReplicaKey, Replica] = {}
@@ -167,7 +173,11 @@ class WorkerRegistry:
 
     def _watch(self, entry: WorkerEntry) -> None:
         entry.watch = AddressWatch(
-            entry.address, self, connect_timeout=self._connect_timeout, heartbeat_timeout=self._heartbeat_timeout
+            entry.address,
+            self,
+            connect_timeout=self._connect_timeout,
+            heartbeat_timeout=self._heartbeat_timeout,
+            token=self._token,
         )
         entry.task = asyncio.create_task(entry.watch.run())
 
@@ -290,7 +300,23 @@ class WorkerRegistry:
     def forget(self, waiter: Waiter) -> None:
         self._waiters.discard(waiter)
 
+    def problem(self, entry: WorkerEntry) -> str:
+        """Why this worker is not used, as far as it is known and somebody can mend it; else empty."""
+        if time.monotonic() - entry.distrusted_at < REMEMBERED_SECONDS:
+            return self._token.refused
+        return "" if entry.watch is None else entry.watch.problem
+
     # What happens to workers
+
+    def distrusted(self, replica: Replica) -> None:
+        """It answered a request with 401: our worker token is not its. Said at most once a minute."""
+        entry = self.entries.get(replica.address)
+        if entry is None:
+            return
+        now = time.monotonic()
+        if now - entry.distrusted_at >= REMEMBERED_SECONDS:
+            entry.distrusted_at = now
+            logger.warning("worker %s is not usable: %s", entry.address, self._token.refused)
 
     def watch_line(self, session: WatchSession, key: ReplicaKey, line: WatchLine) -> bool:
         entry = self._entry_of(session)

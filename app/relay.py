@@ -25,6 +25,7 @@ from app.relayed import RelayRequest, Report
 from app.routing import RoundRobinRouter
 from app.search import DECIDING_SECONDS, Search
 from app.upstream import UpstreamConnection, UpstreamError
+from app.worker_token import WorkerToken
 
 T = TypeVar("T")
 
@@ -50,8 +51,16 @@ class RelayLimits:
 class Relay:
     """Runs exchanges, and can end those that are left when the drain's time is over."""
 
-    def __init__(self, *, registry: WorkerRegistry, router: RoundRobinRouter, limits: RelayLimits) -> None:
+    def __init__(
+        self,
+        *,
+        registry: WorkerRegistry,
+        router: RoundRobinRouter,
+        limits: RelayLimits,
+        token: WorkerToken | None = None,
+    ) -> None:
         self.registry = registry
+        self.token = token or WorkerToken()
         self.router = router
         self.limits = limits
         self.full = FullReplicas()
@@ -132,6 +141,8 @@ class Exchange:
             limit=relay.limits.wait_for_worker,
         )
         self._lines = b""
+        self._token = relay.token
+        self._registry = relay.registry
         self._attempt_since = 0.0
         self._attempt: Attempt | None = None
         self._pending: asyncio.Future[Any] | None = None
@@ -235,6 +246,9 @@ class Exchange:
             search.tried(time.monotonic() - self._attempt_since)
             if verdict is Verdict.RESELECT:
                 search.refused(replica)
+            elif verdict is Verdict.UNTRUSTED:
+                self._registry.distrusted(replica)
+                search.unreached(replica)
             elif verdict is Verdict.UNSENT:
                 search.unreached(replica)
             else:
@@ -273,7 +287,7 @@ class Exchange:
         self._report.attempts += 1
         self._report.worker, self._report.epoch = replica.key.worker, replica.key.epoch
         head = b"POST %b HTTP/1.1\r\nhost: %b\r\n" % (request.target, replica.pool.host_header)
-        attempt.start(b"".join((head, self._lines, b"\r\n", request.body)), paused=self._paused)
+        attempt.start(b"".join((head, self._lines, self._token.last_lines, request.body)), paused=self._paused)
 
     async def _wait(self, future: asyncio.Future[T]) -> T:
         """Wait for something that the exchange's end cuts short, by cancelling it.

@@ -10,12 +10,13 @@ import os
 from pathlib import Path
 from typing import Annotated, Final, Literal, Self
 
-from pydantic import AliasChoices, BeforeValidator, Field, SecretStr, model_validator
+from pydantic import AfterValidator, AliasChoices, BeforeValidator, Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from app.address import Address, parse_address, parse_addresses
 from app.credentials import parse_keys
 from app.discovery.endpoints import ServicePort, parse_service_port
+from workers.contract import parse_worker_tokens
 
 MIB = 1024 * 1024
 SOURCES: Final = ("workers", "workers_file", "workers_dns", "workers_kubernetes")
@@ -49,6 +50,11 @@ def _in_cluster() -> str:
     """The API server, as Kubernetes tells every pod; "" elsewhere."""
     host, port = os.environ.get("KUBERNETES_SERVICE_HOST", ""), os.environ.get("KUBERNETES_SERVICE_PORT", "443")
     return f"https://{Address(host, int(port))}" if host and port.isdigit() else ""
+
+
+def _token(value: SecretStr) -> SecretStr:
+    (token,) = parse_worker_tokens(value.get_secret_value().encode())
+    return SecretStr(token)
 
 
 Seconds = Annotated[float, Field(gt=0, le=86400, allow_inf_nan=False)]
@@ -87,6 +93,12 @@ class GatewaySettings(BaseSettings):
     api_keys_file: Path | None = None
     """Further keys, one a line; ``#`` begins a comment. Read again within seconds when it changes. With an empty file,
     nobody is let in."""
+
+    worker_token: Annotated[SecretStr, AfterValidator(_token)] | None = None
+    """Shown to workers, which have the same setting and serve nobody else. Has no flag: those can be read by others."""
+    worker_token_file: Path | None = None
+    """A file with the token, instead: its first line counts that is not empty and does not begin with ``#``. Read again
+    within seconds when it changes."""
 
     wait_for_worker_seconds: Seconds = 15.0
     """How long a request waits while no worker takes it, before it is answered with 503 ``no_worker``."""

@@ -19,6 +19,7 @@ from app.address import Address
 from app.liveness import SILENT_WATCH_FACTOR, ReplicaKey, reconnect_delay
 from app.openai.errors import Header
 from app.upstream import UpstreamConnection, UpstreamError, UpstreamPool
+from app.worker_token import WorkerToken
 from workers.contract import MAX_WATCH_LINE_BYTES, WATCH_PATH, Role, WatchLine, decode_watch_line
 
 logger = logging.getLogger(__name__)
@@ -39,8 +40,11 @@ class WatchListener(Protocol):
 class WatchSession:
     """One watch connection, from its request to its end. A sink of ``upstream``."""
 
-    def __init__(self, address: Address, connection: UpstreamConnection, listener: WatchListener) -> None:
+    def __init__(
+        self, address: Address, connection: UpstreamConnection, listener: WatchListener, token: WorkerToken
+    ) -> None:
         self.address = address
+        self._token = token
         self.key: ReplicaKey | None = None
         self.line: WatchLine | None = None
         self.line_at = 0.0
@@ -57,8 +61,8 @@ class WatchSession:
         """Raises:
         UpstreamError: the connection is gone already.
         """
-        request = f"GET {WATCH_PATH} HTTP/1.1\r\nhost: {self.address}\r\naccept-encoding: identity\r\n\r\n"
-        self._connection.send(request.encode("ascii", "replace"), self)
+        request = f"GET {WATCH_PATH} HTTP/1.1\r\nhost: {self.address}\r\naccept-encoding: identity\r\n"
+        self._connection.send(request.encode("ascii", "replace") + self._token.last_lines, self)
 
     @property
     def over(self) -> bool:
@@ -74,7 +78,9 @@ class WatchSession:
     # UpstreamSink
 
     def head(self, status: int, headers: list[Header]) -> None:
-        if status != 200:
+        if status == 401:
+            self.close(self._token.refused)
+        elif status != 200:
             self.close(f"it answered {status} to {WATCH_PATH}; is it a Hotspare worker?")
 
     def read(self, data: bytes, done: bool) -> None:
@@ -125,9 +131,16 @@ class AddressWatch:
     """The task that keeps one address watched. ``tried`` is done once the address was tried."""
 
     def __init__(
-        self, address: Address, listener: WatchListener, *, connect_timeout: float, heartbeat_timeout: float
+        self,
+        address: Address,
+        listener: WatchListener,
+        *,
+        connect_timeout: float,
+        heartbeat_timeout: float,
+        token: WorkerToken,
     ) -> None:
         self.address = address
+        self._token = token
         self._listener = listener
         self._heartbeat_timeout = heartbeat_timeout
         self._pool = UpstreamPool(address, connect_timeout=connect_timeout, on_break=lambda: None)
@@ -135,6 +148,8 @@ class AddressWatch:
         self._changed = asyncio.Event()
         self._complained = ""
         self._leaving = False
+        self.problem = ""
+        """What is wrong with the worker that was last heard of there; empty while it is used, or nobody is there."""
         self.tried: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def run(self) -> None:
@@ -203,9 +218,10 @@ class AddressWatch:
             if self._leaving:
                 connection.abort()
                 return
-            session = WatchSession(self.address, connection, self._listener)
+            session = WatchSession(self.address, connection, self._listener, self._token)
             session.start()
         except UpstreamError:
+            self.problem = ""
             return  # nobody listens there at the moment: normal during a promotion
         session.ended.add_done_callback(lambda _: self._over(session))
         self._sessions.add(session)
@@ -218,7 +234,7 @@ class AddressWatch:
         if not used:
             self._complain(session.problem)
         else:
-            self._complained = ""
+            self._complained = self.problem = ""
 
     def _over(self, session: WatchSession) -> None:
         self._sessions.discard(session)
@@ -228,6 +244,7 @@ class AddressWatch:
 
     def _complain(self, problem: str) -> None:
         """Say what is wrong with this worker, once until it changes: dials come every few milliseconds."""
+        self.problem = problem
         if problem and problem != self._complained:
             self._complained = problem
             logger.warning("worker %s is not usable: %s", self.address, problem)

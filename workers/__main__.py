@@ -13,7 +13,7 @@ from pydantic_settings import BaseSettings
 from workers.exit_codes import ExitCode
 from workers.lifeline import ParentGone, die_with_parent
 from workers.logs import configure_logging
-from workers.settings import EngineSettings, PodSettings, SettingsError, WorkerSettings, load_settings
+from workers.settings import SECRET, EngineSettings, PodSettings, SettingsError, WorkerSettings, load_settings
 
 logger = logging.getLogger(__name__)
 
@@ -65,8 +65,8 @@ def parsers() -> dict[str, argparse.ArgumentParser]:
 
 def _add_flags(parser: argparse.ArgumentParser, settings: type[BaseSettings]) -> None:
     for name, field in settings.model_fields.items():
-        if name in ("sim", "parent_pid"):
-            continue  # the environment only: HOTSPARE_SIM_*, and what a supervisor sets
+        if name in ("sim", "parent_pid", *SECRET):
+            continue  # the environment only: HOTSPARE_SIM_*, what a supervisor sets, and secrets
         options: dict[str, Any] = {"metavar": name.upper()}
         if field.annotation is bool:
             options = {"action": argparse.BooleanOptionalAction}

@@ -25,7 +25,16 @@ HEADER_REQUEST_ID = "x-hotspare-request-id"
 """The gateway's own, unique id of a request; the same on every attempt."""
 
 HEADER_RESELECT = "x-hotspare-reselect"
-"""On a 503 of a worker: nothing was started here, pick another worker; this costs no budget."""
+"""On a 503 of a worker: nothing was started here, pick another worker; this costs no budget. On a 401: the same, since
+the worker token was not the right one."""
+
+HEADER_WORKER_TOKEN = "x-hotspare-worker-token"  # noqa: S105 - a name
+"""What a worker knows its gateways by, on requests and on the watch."""
+
+CODE_WORKER_TOKEN = "invalid_worker_token"  # noqa: S105 - a name
+"""Code of the 401 for a request without the right worker token."""
+
+MAX_WORKER_TOKEN_BYTES = 512
 
 INTERNAL_PREFIX = "/internal/"
 """Paths under this prefix are between gateway and worker; never reachable through the gateway."""
@@ -64,6 +73,32 @@ class WatchLine(msgspec.Struct, frozen=True, kw_only=True):
     seq: int
     standby: Role | None = None
     kv_usage: float = 0.0
+
+
+class WorkerTokenError(ValueError):
+    """A text that is no worker token, or holds none; the message does not repeat it."""
+
+
+def parse_worker_tokens(raw: bytes) -> tuple[str, ...]:
+    """The tokens of a file: one a line, empty lines and those that begin with ``#`` left out. The gateway sends the
+    first; a worker accepts any.
+
+    Raises:
+        WorkerTokenError: there is none, or a line is not one.
+    """
+    found = []
+    for number, line in enumerate(raw.splitlines(), 1):
+        token = line.strip()
+        if not token or token.startswith(b"#"):
+            continue
+        if len(token) > MAX_WORKER_TOKEN_BYTES or not all(0x21 <= byte <= 0x7E for byte in token):
+            raise WorkerTokenError(
+                f"line {number} is not a token: at most {MAX_WORKER_TOKEN_BYTES} printable ASCII characters, no spaces"
+            )
+        found.append(token.decode())
+    if not found:
+        raise WorkerTokenError("it holds no token")
+    return tuple(found)
 
 
 _encoder = msgspec.json.Encoder()

@@ -8,14 +8,17 @@ from pathlib import Path
 
 import uvloop
 
+from workers.contract import WorkerTokenError
 from workers.engine import Engine, EngineConfigError
 from workers.exit_codes import ExitCode
 from workers.failover_lock import FailoverLockError, FlockFailoverLock
+from workers.hosts import is_loopback
 from workers.keeper import Keeper, KeeperTimeouts
 from workers.life import EngineLife
 from workers.memory import MemoryService
 from workers.settings import EngineSettings
 from workers.vitals import Kept
+from workers.worker_token import worker_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +93,17 @@ def build_engine(settings: EngineSettings, service: MemoryService | None, *, run
 def run_engine(settings: EngineSettings, *, runtime_dir: Path, heartbeat_fd: int | None, kept: Kept | None) -> int:
     """One engine's life in this process."""
     try:
+        tokens = worker_tokens(settings)
+    except WorkerTokenError as error:
+        logger.error("%s; check HOTSPARE_WORKER_TOKEN_FILE", error)
+        return ExitCode.BAD_CONFIGURATION
+    if tokens is None and not is_loopback(settings.host):
+        logger.warning(
+            "%s can be reached from other machines, and there is no worker token: whoever reaches the serving port may "
+            "use the engine; see HOTSPARE_WORKER_TOKEN_FILE",
+            settings.host,
+        )
+    try:
         lock = FlockFailoverLock(settings.lock_path)  # before any socket: see workers.failover_lock
     except FailoverLockError as error:
         logger.error("%s", error)
@@ -99,7 +113,13 @@ def run_engine(settings: EngineSettings, *, runtime_dir: Path, heartbeat_fd: int
         service = memory_service(settings)
         engine = build_engine(settings, service, runtime_dir=runtime_dir)
         life = EngineLife(
-            settings=settings, engine=engine, lock=lock, service=service, heartbeat_fd=heartbeat_fd, kept=kept
+            settings=settings,
+            engine=engine,
+            lock=lock,
+            service=service,
+            heartbeat_fd=heartbeat_fd,
+            kept=kept,
+            tokens=tokens,
         )
         return await life.run()
 

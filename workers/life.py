@@ -39,6 +39,7 @@ from workers.serving import ServingApp
 from workers.settings import EngineSettings
 from workers.threads import in_daemon_thread
 from workers.vitals import Kept, Vitals
+from workers.worker_token import WorkerTokens
 
 logger = logging.getLogger(__name__)
 
@@ -70,8 +71,10 @@ class EngineLife:
         service: MemoryService | None,
         heartbeat_fd: int | None,
         kept: Kept | None,
+        tokens: WorkerTokens | None,
     ) -> None:
         self._settings = settings
+        self._tokens = tokens
         self._engine = engine
         self._lock = lock
         self._service = service
@@ -233,6 +236,7 @@ class EngineLife:
             heartbeat_seconds=self._settings.heartbeat_seconds,
             is_dead=lambda: self._engine.dead,
             on_dead=self._engine_died.set,
+            tokens=self._tokens,
         )
         self._vitals.serving = serving
         async with serve_http(serving, sock) as server:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from workers.settings import PodSettings, WorkerSettings
+from workers.settings import SECRET, PodSettings, WorkerSettings
 
 SERVICE = "gms"
 ENGINE_PREFIX = "engine-"
@@ -40,7 +40,12 @@ def environment(settings: PodSettings, name: str, *, inherited: Mapping[str, str
     ``inherited`` is the supervisor's own, so that what is set for engines only (model, HOTSPARE_SIM_*) reaches them. On
     top comes what all processes of a pod must agree on, whether it was given as a flag or made up (``instance``).
     """
-    shared = settings.model_dump(mode="json", include=set(WorkerSettings.model_fields), exclude_none=True)
+    # Secrets come from the environment, and go on in it: to the engines, which need them.
+    common = set(WorkerSettings.model_fields) - SECRET
+    shared = settings.model_dump(mode="json", include=common, exclude_none=True)
+    if name == SERVICE:
+        secret = {f"HOTSPARE_{field.upper()}" for field in SECRET}
+        inherited = {variable: value for variable, value in inherited.items() if variable.upper() not in secret}
     env = {**inherited, **{f"HOTSPARE_{field.upper()}": _as_variable(value) for field, value in shared.items()}}
     env["HOTSPARE_PARENT_PID"] = str(os.getpid())
     engines = admin_ports(settings)

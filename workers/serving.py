@@ -1,9 +1,10 @@
 """What listens on the pod's serving port: the engine's own application, behind a gate, and beside it the watch.
 
-The gate counts requests, holds the engine to its capacity and turns new ones away while the engine drains: it answers
-``503`` with ``x-hotspare-reselect``, which tells the gateway that nothing was started. The watch is one NDJSON stream
-per gateway: the engine's state at once, on every change, and at least every heartbeat. Its end *is* the news that this
-engine is gone.
+The gate lets in whoever shows the worker token, if there is one: nothing behind it hears of others. It counts requests,
+holds the engine to its capacity and turns new ones away while the engine drains: it answers ``503`` with
+``x-hotspare-reselect``, which tells the gateway that nothing was started. The watch is one NDJSON stream per gateway:
+the engine's state at once, on every change, and at least every heartbeat. Its end *is* the news that this engine is
+gone.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Final
 
 from workers.asgi import Message, Receive, Scope, Send, respond_error
 from workers.contract import (
+    CODE_WORKER_TOKEN,
     HEADER_RESELECT,
     INTERNAL_PREFIX,
     WATCH_CONTENT_TYPE,
@@ -22,6 +24,7 @@ from workers.contract import (
     encode_watch_line,
 )
 from workers.engine import ASGIApp
+from workers.worker_token import WorkerTokens
 
 _RESELECT: Final = ((HEADER_RESELECT, "1"),)
 
@@ -58,10 +61,12 @@ class ServingApp:
         heartbeat_seconds: float,
         is_dead: Callable[[], bool],
         on_dead: Callable[[], None],
+        tokens: WorkerTokens | None = None,
     ) -> None:
         """``watch_line`` makes a line from its sequence number; ``is_dead`` is the engine's, asked before each message
         that leaves, and ``on_dead`` is called at the first that must not."""
         self._engine_app = engine_app
+        self._tokens = tokens
         self._watch_line = watch_line
         self._change = change
         self._capacity = capacity
@@ -98,7 +103,16 @@ class ServingApp:
         return True
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if self._tokens is not None and not self._tokens.accepts(scope["headers"]):
+            await respond_error(
+                send,
+                401,
+                message="this worker serves its own gateways only: the worker token is missing, or not the right one",
+                kind="invalid_request_error",
+                code=CODE_WORKER_TOKEN,
+                headers=_RESELECT,
+            )
+        elif scope["type"] != "http":
             await self._engine_app(scope, receive, send)
         elif scope["path"] == WATCH_PATH:
             await self._watch(scope, receive, send)

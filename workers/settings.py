@@ -12,9 +12,18 @@ import shlex
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    SecretStr,
+    StringConstraints,
+    ValidationError,
+    model_validator,
+)
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from workers.contract import parse_worker_tokens
 from workers.heartbeat import BEAT_PERIOD_SECONDS
 
 MIB = 1024 * 1024
@@ -23,6 +32,9 @@ EngineName = Literal["vllm", "sim"]
 EngineId = Annotated[str, StringConstraints(pattern=r"^[a-z]$")]
 PodName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?$")]
 Port = Annotated[int, Field(ge=1, le=65535)]
+
+SECRET = frozenset({"worker_token"})
+"""Settings whose values are repeated nowhere, and which have no flag: whoever may list processes can read those."""
 
 SettingsT = TypeVar("SettingsT", bound=BaseSettings)
 
@@ -53,6 +65,11 @@ def _on_cpu(device: str) -> str:
     return device
 
 
+def _token(value: SecretStr) -> SecretStr:
+    (token,) = parse_worker_tokens(value.get_secret_value().encode())
+    return SecretStr(token)
+
+
 Ports = Annotated[tuple[Port, ...], NoDecode, BeforeValidator(_split_ports)]
 """Comma-separated in a flag or an environment variable."""
 Arguments = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_arguments)]
@@ -81,7 +98,9 @@ def load_settings(cls: type[SettingsT], flags: dict[str, Any]) -> SettingsT:
             name = _variable(cls, error.title, problem["loc"])
             message = problem["msg"].removeprefix("Value error, ")
             given = problem.get("input")
-            where = f"{name} (given: {given!r}): " if name and not isinstance(given, dict) else ""
+            secret = bool(problem["loc"]) and problem["loc"][0] in SECRET
+            shown = "" if secret or isinstance(given, dict) else f" (given: {given!r})"
+            where = f"{name}{shown}: " if name and (secret or shown) else ""
             sentences.append(f"{where}{message}")
         raise SettingsError("; ".join(sentences)) from error
 
@@ -142,6 +161,11 @@ class WorkerSettings(BaseSettings):
     """Whether weights and KV cache live in a memory service, which outlives the engines."""
     keeper: bool = True
     """Whether a warm parent forks the engine, and forks it anew when it dies."""
+    worker_token: Annotated[SecretStr, AfterValidator(_token)] | None = None
+    """Requests and watches on the serving port must show this token, or one of the file's; without either, whoever
+    reaches the port is answered. Gateways have the same setting. It has no flag: those can be read by others."""
+    worker_token_file: Path | None = None
+    """Tokens, one a line, all of them accepted; ``#`` begins a comment. Read again within seconds when it changes."""
     device: Annotated[str, AfterValidator(_on_cpu), StringConstraints(pattern=r"^(cpu|cuda):[0-9]{1,3}$")] = "cpu:0"
     """Whose memory it is: ``cpu:N``. Engines of this version run on the CPU."""
     log_format: Literal["console", "json"] = "console"
@@ -171,6 +195,8 @@ class WorkerSettings(BaseSettings):
     @model_validator(mode="after")
     def _paths_fit(self) -> Self:
         self.run_dir = Path(os.path.abspath(self.run_dir))
+        if self.worker_token_file is not None:
+            self.worker_token_file = Path(os.path.abspath(self.worker_token_file))
         longest = len(os.fsencode(self.pod_dir / "engine-a" / "zmq-output"))
         if longest > MAX_UNIX_PATH_BYTES:
             raise ValueError(

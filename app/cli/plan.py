@@ -27,6 +27,10 @@ EXAMPLE_TOKENS: Final = 64
 """So that the first request somebody tries comes to an end soon, whatever the model."""
 ENGINE_IDS: Final = "abcdefgh"
 
+WORKER_TOKEN: Final = "HOTSPARE_WORKER_TOKEN"  # noqa: S105 - a name
+GATEWAYS_OWN: Final = frozenset({"HOTSPARE_API_KEY", "HOTSPARE_API_KEYS"})
+"""Secrets that pods have no use for."""
+
 PER_PROCESS: Final = frozenset(
     {
         "HOTSPARE_POD",
@@ -134,15 +138,24 @@ def pod_arguments(options: UpOptions, pod: PodPlan) -> list[str]:
 
 
 def child_environment(
-    environment: Mapping[str, str], *, run_dir: Path, parent_pid: int, model: Path | None
+    environment: Mapping[str, str], *, run_dir: Path, parent_pid: int, model: Path | None, worker_token: str
 ) -> dict[str, str]:
-    """What children inherit: everything, but the names by which processes are told apart."""
+    """What children inherit: everything, but the names by which processes are told apart. ``worker_token`` is theirs
+    unless the environment names another one."""
     child = {name: value for name, value in environment.items() if name.upper() not in PER_PROCESS}
+    named = {name.upper() for name, value in environment.items() if value}
+    if named.isdisjoint((WORKER_TOKEN, f"{WORKER_TOKEN}_FILE")):
+        child[WORKER_TOKEN] = worker_token
     child["HOTSPARE_RUN_DIR"] = str(run_dir)
     child["HOTSPARE_PARENT_PID"] = str(parent_pid)
     if model is not None:
         child["HOTSPARE_MODEL"] = str(model)
     return child
+
+
+def pod_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """The part of it that is for pods."""
+    return {name: value for name, value in environment.items() if name.upper() not in GATEWAYS_OWN}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,6 +30,8 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     routable: bool
     worker: str | None = None
     epoch: int | None = None
+    problem: str | None = None
+    """Why it is not used, if somebody can do something about it."""
     models: tuple[str, ...] = ()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +12,14 @@ from typing import NamedTuple
 from app.cli.children import Child
 from app.cli.errors import CliError
 from app.cli.launch import PASSED_ON, module_command, safe_environment
-from app.cli.plan import PodPlan, UpOptions, child_environment, gateway_arguments, pod_arguments
+from app.cli.plan import (
+    PodPlan,
+    UpOptions,
+    child_environment,
+    gateway_arguments,
+    pod_arguments,
+    pod_environment,
+)
 from workers.exit_codes import ExitCode
 
 MODEL_MODULE = "workers.engines.vllm.smollm2"
@@ -38,7 +46,13 @@ class Starter:
         self._plans = pods
         self._logs = logs
         self._environment = safe_environment(
-            child_environment(environment, run_dir=options.run_dir, parent_pid=os.getpid(), model=options.model)
+            child_environment(
+                environment,
+                run_dir=options.run_dir,
+                parent_pid=os.getpid(),
+                model=options.model,
+                worker_token=secrets.token_urlsafe(32),
+            )
         )
 
     def start(self) -> None:
@@ -85,8 +99,9 @@ class Starter:
 
     def _start(self, name: str, module: str, *arguments: str) -> Child:
         command = module_command(module, *arguments)
+        environment = self._environment if name == "gateway" else pod_environment(self._environment)
         try:
-            return Child(name, command, environment=self._environment, log=self._logs / f"{name}.log")
+            return Child(name, command, environment=environment, log=self._logs / f"{name}.log")
         except OSError as error:
             raise CliError(f"{name} cannot be started: {error.strerror or error}", code=ExitCode.ENGINE_DEAD) from error
 

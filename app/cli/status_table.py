@@ -71,6 +71,8 @@ def pod_line(pod: PodStatus) -> str:
         parts.append(f"its supervisor (pid {pod.pid}) is gone: pod.json is stale")
     if pod.routed is not None:
         parts.append(f"gateway says {pod.routed.state}, {'' if pod.routed.routable else 'not '}routable")
+        if pod.routed.problem:
+            parts.append(pod.routed.problem)
     parts.append(gms_part(pod.gms))
     return "; ".join(parts)
 

@@ -26,6 +26,7 @@ def describe_worker(entry: WorkerEntry, registry: WorkerRegistry, now: float) ->
         "state": entry.state(now, registry.heartbeat_timeout).value,
         "routable": current is not None and registry.is_routable(current),
         "reported": line and line.state.value,
+        "problem": registry.problem(entry) or None,
         "models": list(line.models) if line else [],
         "inflight": line.inflight if line else 0,
         "capacity": line.capacity if line else 0,

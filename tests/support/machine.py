@@ -74,7 +74,7 @@ class Machine:
 
     def until_ready(self) -> str:
         """Wait until it says so; the API's base URL."""
-        return self.until_said(r"^ready after [\d.]+ s: (http://\S+)/v1$")[1]
+        return self.until_said(r"^ready after [\d.]+ s: (https?://\S+)/v1$")[1]
 
     def until_complete(self) -> str:
         """Wait until every spare is parked, too; the API's base URL."""
@@ -89,9 +89,9 @@ class Machine:
         """The status document, without the half second that the command's imports take."""
         return dict(msgspec.to_builtins(asyncio.run(look(self.run_dir))))
 
-    def status_command(self) -> dict[str, Any]:
+    def status_command(self, **env: str) -> dict[str, Any]:
         """``hotspare status --json``."""
-        done = hotspare("status", "--json", "--run-dir", str(self.run_dir))
+        done = hotspare("status", "--json", "--run-dir", str(self.run_dir), env=env)
         assert done.returncode == 0, done.stderr
         return dict(json.loads(done.stdout))
 

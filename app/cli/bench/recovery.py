@@ -161,7 +161,8 @@ async def _settle_and_kill(system: System, load: SteadyLoad, *, watch: bool) -> 
     host, port = system.serving
     reader, writer = await asyncio.open_connection(host, port)
     try:
-        writer.write(f"GET /internal/watch HTTP/1.1\r\nhost: {host}\r\n\r\n".encode())
+        lines = "".join(f"{name}: {value}\r\n" for name, value in system.worker_headers.items())
+        writer.write(f"GET /internal/watch HTTP/1.1\r\nhost: {host}\r\n{lines}\r\n".encode())
         await reader.readuntil(b"}\n")
         killed = await system.kill(victim["pid"])
         eof = killed

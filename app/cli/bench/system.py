@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -16,6 +17,7 @@ import msgspec
 
 from app.cli.door import client_key, key_headers
 from app.cli.launch import module_command, safe_environment
+from workers.contract import HEADER_WORKER_TOKEN
 
 T = TypeVar("T")
 
@@ -30,13 +32,17 @@ class BenchError(Exception):
 class System:
     """A running ``hotspare up`` with one pod, in a run folder of its own."""
 
-    def __init__(self, run_dir: Path, process: asyncio.subprocess.Process, client: httpx.AsyncClient) -> None:
+    def __init__(
+        self, run_dir: Path, process: asyncio.subprocess.Process, client: httpx.AsyncClient, *, worker_token: str
+    ) -> None:
         self._run_dir = run_dir
         self._process = process
         self._client = client
         self.gateway_url = ""
         self.headers = key_headers(client_key(os.environ))
         """For requests to the gateway, which has the keys of this environment, too."""
+        self.worker_headers = {HEADER_WORKER_TOKEN: worker_token}
+        """For requests to the pod's serving port."""
         self.pod: dict[str, Any] = {}
 
     @property
@@ -135,10 +141,11 @@ async def running_system(
     run_dir: Path, *, flags: Sequence[str], env: Mapping[str, str], timeout_seconds: float
 ) -> AsyncIterator[System]:
     """``hotspare up`` with one pod on free ports; stopped with SIGTERM, or SIGKILL if that does not help."""
-    process = await _start(run_dir, flags=flags, env=env)
+    token = secrets.token_urlsafe(32)
+    process = await _start(run_dir, flags=flags, env={**env, "HOTSPARE_WORKER_TOKEN": token})
     try:
         async with httpx.AsyncClient(timeout=5, trust_env=False) as client:
-            system = System(run_dir, process, client)
+            system = System(run_dir, process, client, worker_token=token)
             await system.find(timeout_seconds=timeout_seconds)
             yield system
     finally:

@@ -178,6 +178,7 @@ async def test_status(workers: Any) -> None:
             "instance": "pod-0-life",
             "epoch": 1,
             "engine": "a",
+            "problem": None,
             "state": "UP",
             "routable": True,
             "reported": "ACTIVE",

@@ -22,6 +22,7 @@ from app.cli.plan import (
     last_port,
     limits_from,
     pod_arguments,
+    pod_environment,
     ports_needed,
 )
 from app.settings import GatewaySettings
@@ -61,14 +62,27 @@ def test_command_lines() -> None:
 
 def test_children_inherit_everything_but_what_tells_them_apart() -> None:
     environment = {"PATH": "/bin", "HOTSPARE_SIM_SEED": "1", "HOTSPARE_INSTANCE": "x", "hotspare_pod": "y"}
-    child = child_environment(environment, run_dir=Path("/r"), parent_pid=7, model=Path("/m"))
+    child = child_environment(environment, run_dir=Path("/r"), parent_pid=7, model=Path("/m"), worker_token="t")
     assert child == {
         "PATH": "/bin",
         "HOTSPARE_SIM_SEED": "1",
         "HOTSPARE_RUN_DIR": "/r",
         "HOTSPARE_PARENT_PID": "7",
         "HOTSPARE_MODEL": "/m",
+        "HOTSPARE_WORKER_TOKEN": "t",
     }
+
+
+@pytest.mark.parametrize("name", ["HOTSPARE_WORKER_TOKEN", "hotspare_worker_token", "HOTSPARE_WORKER_TOKEN_FILE"])
+def test_a_worker_token_of_the_environment_is_kept(name: str) -> None:
+    child = child_environment({name: "theirs"}, run_dir=Path("/r"), parent_pid=7, model=None, worker_token="made")
+    assert child[name] == "theirs"
+    assert "made" not in child.values()
+
+
+def test_pods_do_not_get_what_is_the_gateways() -> None:
+    given = {"HOTSPARE_API_KEYS": "k", "hotspare_api_key": "k", "HOTSPARE_WORKER_TOKEN": "t", "PATH": "/bin"}
+    assert pod_environment(given) == {"HOTSPARE_WORKER_TOKEN": "t", "PATH": "/bin"}
 
 
 def test_limits_follow_the_processes_own() -> None:
