@@ -5,9 +5,10 @@
   are the endpoint's. What else a head must be: ``app.request_head``. Trailers are read and dropped: what has been
   checked stays what it was.
 * Bytes that are no request are answered at once, in the middle of a body too, and end the connection.
-* An offer to upgrade is ignored, as RFC 9110 section 7.8 allows. The parser cannot be told so: after a head with an
-  offer it takes the message for ended and what follows for another protocol. So such a head is read a second time, by a
-  fresh parser and without the offer, and only that second reading starts a request.
+* An offer to upgrade is taken for a WebSocket on the one path that has them (``app.websocket``). Any other is ignored,
+  as RFC 9110 section 7.8 allows. The parser cannot be told so: after a head with an offer it takes the message for
+  ended and what follows for another protocol. So such a head is read a second time, by a fresh parser and without the
+  offer, and only that second reading starts a request.
 * Relayed requests are served here (``app.direct``), all others by the ASGI application.
 * An endpoint can wait until its answer has left this process, not only its own queue: ``asgi.WRITTEN``.
 """
@@ -30,6 +31,7 @@ from app.headers import client_request_id
 from app.intake import RequestIds
 from app.openai.errors import GatewayError, Header, head_too_large, head_too_slow, malformed_request, method_not_allowed
 from app.request_head import LOOKED_AT, check_fields, check_target
+from app.websocket import WebSocketProtocol, is_handshake
 
 MAX_HEAD_BYTES = 64 * 1024
 MAX_FRAMING_BYTES = 16 * 1024
@@ -136,9 +138,23 @@ class ClientProtocol(HttpToolsProtocol):
                 self.parser.feed_data(data)
                 return
             except httptools.HttpParserUpgrade as offer:
+                method, version = self.parser.get_method(), self.parser.get_http_version()
+                if not self._answering and is_handshake(method, version, self.url, self.headers):
+                    self._upgrade(data[offer.args[0] :])
+                    return
                 data = self._head_without_offer() + data[offer.args[0] :]
                 self.parser = httptools.HttpRequestParser(self)
                 self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own
+
+    def _upgrade(self, rest: bytes) -> None:
+        """The connection is a WebSocket's from here on. ``rest``: what came with the head."""
+        self.connections.discard(self)
+        protocol = WebSocketProtocol(self.config, self.server_state, self.app_state)
+        try:
+            protocol.take_over(self.transport, self.url, self.headers, rest)
+            self._refused = True  # nothing that follows is for us
+        except GatewayError as error:
+            self._refuse(error)
 
     def _head_without_offer(self) -> bytes:
         """The head just read, as it was, but for ``upgrade``: the parser takes an offer only with that header."""

@@ -69,6 +69,19 @@ class Connection(Protocol):
         ...
 
 
+class Sessions(Protocol):
+    """Realtime sessions. Their responses are requests in flight like others."""
+
+    @property
+    def count(self) -> int: ...
+
+    def drain(self) -> None:
+        """Tell them; each closes on its own once nothing of it is in flight."""
+        ...
+
+    async def wait_closed(self) -> None: ...
+
+
 class Drain:
     """One drain. ``connections`` gives those that are open; durations in seconds."""
 
@@ -76,6 +89,7 @@ class Drain:
         self,
         progress: DrainProgress,
         admission: AdmissionController,
+        sessions: Sessions,
         *,
         timeout: float,
         write_timeout: float,
@@ -84,6 +98,7 @@ class Drain:
     ) -> None:
         self._progress = progress
         self._admission = admission
+        self._sessions = sessions
         self._timeout = timeout
         self._write_timeout = write_timeout
         self._interrupt_all = interrupt_all
@@ -93,11 +108,10 @@ class Drain:
     async def run(self, reason: str) -> bool:
         """Returns whether all requests ended; ``False`` is a bug of ours."""
         started = time.monotonic()
-        progress, inflight = self._progress, self._admission.inflight
+        progress = self._progress
         progress.stage, progress.deadline = DrainStage.WAITING, started + self._timeout
-        logger.info(
-            "%s: draining %s, at most %g s", reason, _requests(inflight), self._timeout, extra=fields(inflight=inflight)
-        )
+        logger.info("%s: draining %s, at most %g s", reason, self._left(), self._timeout, extra=self._fields())
+        self._sessions.drain()
         for connection in self._connections():
             connection.last_answer()
         self._report_later()
@@ -116,7 +130,7 @@ class Drain:
 
     async def _until_idle(self) -> None:
         """Nothing is in flight, and answers that are complete have left for their readers, slow ones too."""
-        await self._admission.wait_idle()
+        await self._until_ended()
         if self._progress.stage is DrainStage.WAITING:
             self._progress.stage = DrainStage.FLUSHING
         await asyncio.gather(*(connection.written(self._write_timeout) for connection in self._connections()))
@@ -135,20 +149,33 @@ class Drain:
         logger.warning("closed on clients that did not take their answers: %d", unread, extra=fields(unread=unread))
         try:
             async with asyncio.timeout(UNWINDING_SECONDS):
-                await self._admission.wait_idle()
+                await self._until_ended()
         except TimeoutError:
-            logger.error("%s did not end", _requests(self._admission.inflight))  # no traceback helps
+            logger.error("%s did not end", self._left())  # no traceback helps
             return False
         return True
+
+    async def _until_ended(self) -> None:
+        await self._admission.wait_idle()
+        await self._sessions.wait_closed()
+
+    def _left(self) -> str:
+        requests, sessions = _requests(self._admission.inflight), self._sessions.count
+        if not sessions:
+            return requests
+        return f"{requests} and {sessions} realtime session{'' if sessions == 1 else 's'}"
+
+    def _fields(self) -> dict[str, dict[str, object]]:
+        return fields(inflight=self._admission.inflight, sessions=self._sessions.count or None)
 
     def _report_later(self) -> None:
         self._reporter = asyncio.get_running_loop().call_later(PROGRESS_SECONDS, self._report)
 
     def _report(self) -> None:
         progress = self._progress
-        left, inflight = progress.remaining(time.monotonic()), self._admission.inflight
+        left = progress.remaining(time.monotonic())
         if progress.stage is DrainStage.WAITING:
-            logger.info("draining: %s left, %.1f s to go", _requests(inflight), left, extra=fields(inflight=inflight))
+            logger.info("draining: %s left, %.1f s to go", self._left(), left, extra=self._fields())
         elif progress.stage is DrainStage.FLUSHING:
             logger.info("draining: complete answers are on their way to slow readers, %.1f s to go", left)
         self._report_later()

@@ -32,11 +32,14 @@ from app.metrics import GatewayMetrics
 from app.openai.errors import GatewayError, from_status, internal, method_not_allowed, not_found
 from app.openai.refused import refusal
 from app.openai.surface import RELAY_ROUTES
+from app.realtime import RealtimeLimits
+from app.realtime_connection import RealtimeSessions
 from app.registry import WorkerRegistry
 from app.relay import Relay, RelayLimits
 from app.routes.health import health_router
 from app.routes.metrics import metrics_router
 from app.routes.openai import RelayEndpoint, models_router
+from app.routes.realtime import RealtimeEndpoint, realtime_router
 from app.routes.status import status_router
 from app.routing import RoundRobinRouter
 from app.settings import GatewaySettings
@@ -61,10 +64,12 @@ class Gateway:
     intake: Intake
     metrics: GatewayMetrics
     drain: DrainProgress
+    sessions: RealtimeSessions
 
     def interrupt_all(self, error: GatewayError) -> int:
-        """End every admitted request with this error; returns how many there were."""
+        """End every admitted request with this error; returns how many there were. Sessions close once theirs have."""
         cut = self.intake.uploads.interrupt_all(error) + self.relay.interrupt_all(error)
+        self.sessions.hasten()
         self.metrics.drain_cut(cut)
         return cut
 
@@ -76,18 +81,17 @@ class GatewayApp(FastAPI):
     endpoints: Mapping[str, RelayEndpoint]
     """The relayed routes for any ASGI server; ours has them as ``direct``."""
     direct: Mapping[bytes, DirectEndpoint]
+    realtime: RealtimeEndpoint
+    """All WebSockets. It looks at keys itself."""
     ids: RequestIds
     keys: ApiKeys | None
     """Relayed routes look themselves."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            await self.realtime(scope, receive, send)
+            return
         if scope["type"] != "http":
-            if scope["type"] == "websocket" and self.keys is not None:
-                try:
-                    self.keys.check_websocket(scope["headers"])
-                except GatewayError as error:
-                    await _deny(error, scope, receive, send)
-                    return
             await super().__call__(scope, receive, send)
             return
         endpoint = self.endpoints.get(scope["raw_path"].decode("latin-1"))
@@ -170,6 +174,7 @@ def create_app(settings: GatewaySettings, sink: LogSink | None = None) -> Gatewa
         redirect_slashes=False,
     )
     drain = DrainProgress()
+    sessions = RealtimeSessions(lifecycle, limit=settings.max_realtime_sessions)
     app.gateway = Gateway(
         settings=settings,
         access=access,
@@ -181,9 +186,22 @@ def create_app(settings: GatewaySettings, sink: LogSink | None = None) -> Gatewa
         intake=intake,
         metrics=metrics,
         drain=drain,
+        sessions=sessions,
     )
     app.ids = ids
     app.keys = access.keys
+    app.realtime = RealtimeEndpoint(
+        intake,
+        sessions,
+        registry,
+        ids,
+        access.keys,
+        limits=RealtimeLimits(
+            event_bytes=settings.max_realtime_event_bytes,
+            conversation_bytes=settings.max_realtime_conversation_bytes,
+        ),
+        write_timeout=settings.client_write_timeout_seconds,
+    )
     app.endpoints = {
         path: RelayEndpoint(
             route,
@@ -205,7 +223,8 @@ def create_app(settings: GatewaySettings, sink: LogSink | None = None) -> Gatewa
     app.include_router(health_router(lifecycle, registry, discovery, drain))
     app.include_router(models_router(registry, created=int(time.time())))
     app.include_router(status_router(lifecycle, admission, registry))
-    app.include_router(metrics_router(metrics, lifecycle, admission, registry, discovery, drain, sink))
+    app.include_router(metrics_router(metrics, lifecycle, admission, registry, discovery, drain, sink, sessions))
+    app.include_router(realtime_router())
     _install_errors(app)
     return app
 
@@ -243,15 +262,6 @@ def _answer(error: GatewayError) -> Response:
     for name, value in error.headers:
         response.headers[name.decode()] = value.decode()
     return response
-
-
-async def _deny(error: GatewayError, scope: Scope, receive: Receive, send: Send) -> None:
-    """Refuse a WebSocket's handshake: with the envelope, if the server can send one instead of an upgrade."""
-    await receive()  # the handshake
-    if "websocket.http.response" in scope.get("extensions", {}):
-        await _answer(error)(scope, receive, send)
-    else:
-        await send({"type": "websocket.close", "code": 1008, "reason": error.code})
 
 
 def _install_errors(app: GatewayApp) -> None:

@@ -42,6 +42,7 @@ GAUGE_MERGE: Final[Mapping[str, Literal["sum", "max", "min"]]] = MappingProxyTyp
         "hotspare_drain_stage": "max",
         "hotspare_inflight_requests": "sum",
         "hotspare_lifecycle": "max",
+        "hotspare_realtime_sessions": "sum",
         "hotspare_waiting_requests": "sum",
         "hotspare_worker_epoch": "max",
         "hotspare_worker_routable": "max",
@@ -111,6 +112,7 @@ class GatewayMetrics:
         )
         self._inflight = Gauge("hotspare_inflight_requests", "Requests in flight.", registry=own)
         self._waiting = Gauge("hotspare_waiting_requests", "Requests waiting for a worker.", registry=own)
+        self._sessions = Gauge("hotspare_realtime_sessions", "Realtime sessions that are open.", registry=own)
         self._lifecycle = Gauge("hotspare_lifecycle", "1 for the state the gateway is in.", ["state"], registry=own)
         self._state = Gauge(
             "hotspare_worker_state", "1 for the state a worker is in.", ["address", "state"], registry=own
@@ -183,6 +185,9 @@ class GatewayMetrics:
             self._disconnects.labels(route).inc()
         if error_code:
             self._errors.labels(route, error_code).inc()
+
+    def sessions(self, count: int) -> None:
+        self._sessions.set(count)
 
     def loop_lag(self, seconds: float) -> None:
         self._lag.observe(seconds)

@@ -23,6 +23,7 @@ from app.client_protocol import HEAD_SECONDS, ClientConfig, ClientProtocol
 from app.drain import Drain
 from app.factory import GatewayApp
 from app.lifecycle import Lifecycle, LifecycleEvent
+from app.websocket import PING_SECONDS, WebSocketProtocol
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +32,8 @@ EXIT_OVERRAN = 70
 BACKLOG = 4096
 KEEP_ALIVE_SECONDS = 75
 """Idle client connections; longer than common proxies keep theirs, so that they close first."""
+WEBSOCKET_FACTOR = 2
+"""A message of a WebSocket that is so many times larger than an event may be is not read to its end."""
 
 
 def is_loopback(host: str) -> bool:
@@ -47,6 +50,7 @@ class GatewayServer(Server):
         *,
         on_forced_exit: Callable[[], None] | None = None,
         head_seconds: float = HEAD_SECONDS,
+        ping_seconds: float = PING_SECONDS,
     ) -> None:
         super().__init__(
             ClientConfig(
@@ -55,7 +59,11 @@ class GatewayServer(Server):
                 direct=app.direct,
                 ids=app.ids,
                 loop="uvloop",
-                ws="none",
+                ws=WebSocketProtocol,
+                ws_max_size=WEBSOCKET_FACTOR * app.gateway.settings.max_realtime_event_bytes,
+                ws_ping_interval=ping_seconds,
+                ws_ping_timeout=ping_seconds,
+                ws_per_message_deflate=False,
                 lifespan="on",
                 log_config=None,
                 log_level="warning",
@@ -118,6 +126,7 @@ class GatewayServer(Server):
         drain = Drain(
             gateway.drain,
             gateway.admission,
+            gateway.sessions,
             timeout=gateway.settings.drain_timeout_seconds,
             write_timeout=gateway.settings.client_write_timeout_seconds,
             interrupt_all=gateway.interrupt_all,

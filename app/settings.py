@@ -124,6 +124,13 @@ class GatewaySettings(BaseSettings):
     middle of it stays invisible. A larger one is passed on as it comes."""
     max_inflight: Annotated[int, Field(ge=1, le=1 << 20)] = 4096
     """Most requests at a time; one more is answered with 429."""
+    max_realtime_sessions: Annotated[int, Field(ge=1, le=1 << 20)] = 1024
+    """Most realtime sessions (WebSockets) at a time; one more is answered with 429."""
+    max_realtime_event_bytes: Annotated[int, Field(ge=1024, le=1 << 30)] = MIB
+    """Largest event of a realtime client; a larger one is answered with an error event. A message of more than twice
+    this size is not read: the connection is closed with code 1009."""
+    max_realtime_conversation_bytes: Annotated[int, Field(ge=1024, le=1 << 30)] = 4 * MIB
+    """Most text that a realtime session keeps: its conversation's, and each of its responses'."""
     attempt_limit: Annotated[int, Field(ge=1, le=100)] = 3
     """How often a request is started, in all, when workers break under it before anything was delivered."""
     drain_timeout_seconds: Annotated[

@@ -122,6 +122,18 @@ def overloaded(limit: int) -> GatewayError:
     )
 
 
+def too_many_sessions(limit: int) -> GatewayError:
+    return GatewayError(
+        429,
+        "overloaded",
+        f"The gateway has reached its limit of {limit} realtime sessions; try again later.",
+        type="rate_limit_error",
+        fault="client",
+        retryable=True,
+        headers=(*_RETRY_SOON, (b"retry-after-ms", b"1000")),
+    )
+
+
 def workers_full(waited_seconds: float, model: str) -> GatewayError:
     serving = f" that serves the model {model[:200]!r}" if model else ""
     return GatewayError(
@@ -143,6 +155,61 @@ def model_not_found(model: str) -> GatewayError:
         type="invalid_request_error",
         fault="client",
         param="model",
+    )
+
+
+def model_missing(path: str) -> GatewayError:
+    return GatewayError(
+        400,
+        "missing_required_parameter",
+        f"{path} needs the name of a model: {path}?model=…; GET /v1/models lists what there is.",
+        type="invalid_request_error",
+        fault="client",
+        param="model",
+    )
+
+
+def beta_not_supported() -> GatewayError:
+    return GatewayError(
+        400,
+        "beta_not_supported",
+        "The beta of the Realtime protocol is not spoken here; leave out 'OpenAI-Beta: realtime=v1' (in a browser, the "
+        "subprotocol 'openai-beta.realtime-v1') and use the generally available events.",
+        type="invalid_request_error",
+        fault="client",
+    )
+
+
+def upgrade_required(path: str) -> GatewayError:
+    return GatewayError(
+        426,
+        "upgrade_required",
+        f"{path} is a WebSocket; connect with a WebSocket client, over HTTP/1.1.",
+        type="invalid_request_error",
+        fault="client",
+        headers=((b"upgrade", b"websocket"),),
+    )
+
+
+def origin_not_allowed(origin: str) -> GatewayError:
+    return GatewayError(
+        403,
+        "origin_not_allowed",
+        f"A web page of {origin[:200]!r} may not connect to this gateway.",
+        type="invalid_request_error",
+        fault="client",
+        param="origin",
+    )
+
+
+def bad_handshake(status: int, reason: str) -> GatewayError:
+    return GatewayError(
+        status,
+        "bad_handshake",
+        reason,
+        type="invalid_request_error",
+        fault="client",
+        headers=((b"connection", b"close"),),
     )
 
 

@@ -13,6 +13,7 @@ from app.drain import DrainProgress
 from app.lifecycle import LifecycleMachine
 from app.log_sink import LogSink
 from app.metrics import CONTENT_TYPE, GatewayMetrics
+from app.realtime_connection import RealtimeSessions
 from app.registry import WorkerRegistry
 
 
@@ -24,11 +25,13 @@ def metrics_router(
     discovery: Discovery,
     drain: DrainProgress,
     sink: LogSink | None,
+    sessions: RealtimeSessions,
 ) -> APIRouter:
     router = APIRouter()
 
     @router.get("/metrics")
     async def read_metrics() -> Response:
+        metrics.sessions(sessions.count)
         metrics.look(
             lifecycle=lifecycle.state,
             inflight=admission.inflight,

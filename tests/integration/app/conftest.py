@@ -20,6 +20,7 @@ from app.liveness import WorkerState
 from app.registry import WorkerEntry
 from app.server import GatewayServer
 from app.settings import GatewaySettings
+from app.websocket import PING_SECONDS
 from tests.integration.app.fake_worker import MODEL, FakeWorker
 
 
@@ -96,14 +97,18 @@ async def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
 
 @asynccontextmanager
 async def run_gateway(
-    *workers: FakeWorker, wait_until_ready: bool = True, head_seconds: float = HEAD_SECONDS, **settings: Any
+    *workers: FakeWorker,
+    wait_until_ready: bool = True,
+    head_seconds: float = HEAD_SECONDS,
+    ping_seconds: float = PING_SECONDS,
+    **settings: Any,
 ) -> AsyncIterator[Running]:
     """A gateway over these workers; ready, and with every running worker up, when this returns."""
     given = {"workers": ",".join(worker.address for worker in workers), "wait_for_worker_seconds": 5} | settings
     app = create_app(GatewaySettings(**{name: value for name, value in given.items() if value is not None}))
     if Shell.chosen == "asgi":
         app.direct = {}
-    server = GatewayServer(app, head_seconds=head_seconds)
+    server = GatewayServer(app, head_seconds=head_seconds, ping_seconds=ping_seconds)
     listener = bind("127.0.0.1", 0)
     port = listener.getsockname()[1]
     task = asyncio.create_task(server.serve(sockets=[listener]))

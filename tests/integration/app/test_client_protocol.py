@@ -54,15 +54,26 @@ async def test_an_offer_to_upgrade_is_ignored(workers: Any, offer: str, framing:
     assert [call.body for call in worker.calls] == [BODY] * 5
 
 
-async def test_a_web_socket_is_refused_in_the_envelope(workers: Any) -> None:
+async def test_a_web_socket_elsewhere_is_refused_in_the_envelope(workers: Any) -> None:
     (worker,) = await workers("pod-0")
     async with run_gateway(worker) as running, asyncio.timeout(5):
         reader, writer = await running.raw(b"")
-        for path in (b"/v1/realtime?model=tiny", b"/v1/chat/completions"):
+        for path in (b"/v1/realtime/elsewhere", b"/v1/chat/completions"):
             writer.write(b"GET %b HTTP/1.1\r\nhost: g\r\n%b\r\n" % (path, OFFERS["websocket"]))
             status, headers, body = await read_response(reader)
             assert (status, headers["content-type"]) == (404 if b"realtime" in path else 405, "application/json")
             assert json.loads(body)["error"]["code"] in ("not_found", "method_not_allowed")
+        writer.close()
+
+
+async def test_a_web_socket_behind_a_request_that_is_being_answered_is_refused(workers: Any) -> None:
+    (worker,) = await workers("pod-0")
+    post = b"POST /v1/completions HTTP/1.1\r\nhost: g\r\ncontent-length: %d\r\n\r\n%b" % (len(BODY), BODY)
+    offer = b"GET /v1/realtime?model=tiny HTTP/1.1\r\nhost: g\r\n%b\r\n" % OFFERS["websocket"]
+    async with run_gateway(worker) as running, asyncio.timeout(5):
+        reader, writer = await running.raw(post + offer + post)
+        answers = [await read_response(reader) for _ in range(3)]
+        assert [status for status, _, _ in answers] == [200, 426, 200]
         writer.close()
 
 

@@ -32,17 +32,33 @@ class FakeConnection:
         return was_stuck
 
 
+class FakeSessions:
+    def __init__(self) -> None:
+        self.count = 0
+        self.told = 0
+        self.closed = asyncio.Event()
+        self.closed.set()
+
+    def drain(self) -> None:
+        self.told += 1
+
+    async def wait_closed(self) -> None:
+        await self.closed.wait()
+
+
 class Bench:
     def __init__(self, *, timeout: float, stuck: bool = False) -> None:
         self.admission = AdmissionController(LifecycleMachine(), limit=9)
         self.progress = DrainProgress()
         self.connection = FakeConnection(stuck=stuck)
+        self.sessions = FakeSessions()
         self.interrupted: list[GatewayError] = []
         self.tokens: list[InflightToken] = []
         self.obedient = True
         self.drain = Drain(
             self.progress,
             self.admission,
+            self.sessions,
             timeout=timeout,
             write_timeout=9,
             interrupt_all=self.interrupt_all,
@@ -87,6 +103,27 @@ async def test_first_the_requests_and_then_their_readers() -> None:
     bench.connection.stuck.set()
     assert await running
     assert not bench.interrupted
+
+
+async def test_sessions_are_told_and_waited_for(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench(timeout=5)
+    bench.sessions.count = 2
+    bench.sessions.closed.clear()
+    with caplog.at_level("INFO"):
+        running = asyncio.create_task(bench.drain.run("x"))
+        await asyncio.sleep(0.01)
+    assert "draining 0 requests and 2 realtime sessions" in caplog.text
+    assert (bench.sessions.told, bench.progress.stage) == (1, DrainStage.WAITING)
+    bench.sessions.closed.set()
+    assert await running
+    assert not bench.interrupted
+
+
+async def test_a_session_that_does_not_end_is_reported() -> None:
+    bench = Bench(timeout=0.01)
+    bench.sessions.closed.clear()
+    assert not await bench.drain.run("x")
+    assert len(bench.interrupted) == 1
 
 
 async def test_what_is_left_at_the_end_is_told() -> None:

@@ -14,7 +14,8 @@ from app.registry import WorkerRegistry
 from app.relayed import Report
 
 UNITS = (
-    "seconds|bytes|info|requests|retries|disconnects|errors|lifecycle|fds|dropped|state|stage|epoch|routable|up|workers"
+    "seconds|bytes|info|requests|sessions|retries|disconnects|errors|lifecycle|fds|dropped|state|stage|epoch|routable|"
+    "up|workers"
 )
 BASE_UNITS = re.compile(rf"_({UNITS})$")
 
