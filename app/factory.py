@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -43,6 +44,10 @@ from app.routes.realtime import RealtimeEndpoint, realtime_router
 from app.routes.status import status_router
 from app.routing import RoundRobinRouter
 from app.settings import GatewaySettings
+from app.start_error import StartError
+
+if TYPE_CHECKING:
+    from app.tracing import Tracing
 
 logger = logging.getLogger(__name__)
 
@@ -150,6 +155,7 @@ def create_app(settings: GatewaySettings, sink: LogSink | None = None) -> Gatewa
             max_held_bytes=settings.max_held_bytes,
         ),
     )
+    tracing = _tracing(settings, metrics)
     intake = Intake(
         admission=admission,
         relay=relay,
@@ -158,11 +164,12 @@ def create_app(settings: GatewaySettings, sink: LogSink | None = None) -> Gatewa
         max_body_bytes=settings.max_body_bytes,
         keys=access.keys,
         access_log=_access_log(settings, sink),
+        tracing=tracing,
     )
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with access.followed(), registry, discovery, LoopLag(metrics.loop_lag):
+        async with tracing or nullcontext(), access.followed(), registry, discovery, LoopLag(metrics.loop_lag):
             yield
 
     app = GatewayApp(
@@ -240,6 +247,19 @@ def _source(settings: GatewaySettings) -> Source:
             settings.workers_kubernetes, api=settings.kubernetes_api, credentials=settings.kubernetes_credentials
         )
     return StaticSource(settings.workers)
+
+
+def _tracing(settings: GatewaySettings, metrics: GatewayMetrics) -> Tracing | None:
+    if settings.otlp_endpoint is None:
+        return None
+    try:
+        from app.tracing import Tracing
+    except ImportError as error:
+        raise StartError(
+            f"otlp_endpoint is set, but {error.name} is not installed; "
+            "install requirements/opentelemetry.txt (the extra hotspare[opentelemetry]), or unset it"
+        ) from None
+    return Tracing(str(settings.otlp_endpoint), version=metrics.version, count=metrics.spans)
 
 
 def _access_log(settings: GatewaySettings, sink: LogSink | None) -> AccessLog | None:

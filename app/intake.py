@@ -12,6 +12,7 @@ import itertools
 import logging
 import secrets
 import time
+from typing import TYPE_CHECKING
 
 from app.access_log import AccessLog
 from app.admission import AdmissionController, InflightToken
@@ -25,6 +26,9 @@ from app.openai.surface import RESUME_CONTENT_TYPE, RelayRoute
 from app.relay import Exchange, Relay
 from app.relayed import RelayRequest, Report
 from app.uploads import Uploads
+
+if TYPE_CHECKING:
+    from app.tracing import RequestSpan, Tracing
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +77,7 @@ class Intake:
         max_body_bytes: int,
         keys: ApiKeys | None = None,
         access_log: AccessLog | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
         """Without ``keys`` every client may."""
         self.keys = keys
@@ -81,6 +86,7 @@ class Intake:
         self.metrics = metrics
         self.ids = ids
         self.access_log = access_log
+        self.tracing = tracing
         self.max_body_bytes = max_body_bytes
         self.uploads = Uploads()
 
@@ -101,6 +107,7 @@ class Arrival:
         "_report",
         "_request_id",
         "_route",
+        "_span",
         "_started",
         "_target",
         "_token",
@@ -116,6 +123,10 @@ class Arrival:
         self._target = target
         self._headers = headers
         self._started = time.monotonic()
+        self._span: RequestSpan | None = None
+        if intake.tracing is not None:
+            self._span = intake.tracing.begin(route, headers)
+            self._headers = self._span.headers(headers)
         self._gateway_id = intake.ids.new()
         self._request_id = client_request_id(headers) or self._gateway_id
         self._report = Report()
@@ -199,10 +210,17 @@ class Arrival:
         token, self._token = self._token, None
         if token is not None:
             token.release()
-        account(self._intake, self._route, self._request_id, self._report, self._started)
+        account(self._intake, self._route, self._request_id, self._report, self._started, self._span)
 
 
-def account(intake: Intake, route: RelayRoute, request_id: bytes, report: Report, started: float) -> None:
+def account(
+    intake: Intake,
+    route: RelayRoute,
+    request_id: bytes,
+    report: Report,
+    started: float,
+    span: RequestSpan | None = None,
+) -> None:
     """Metrics and access line of a request that is over. ``started`` is ``time.monotonic()`` seconds."""
     seconds = time.monotonic() - started
     first = report.first_byte_at - started if report.first_byte_at else None
@@ -234,3 +252,5 @@ def account(intake: Intake, route: RelayRoute, request_id: bytes, report: Report
             request_id=request_id,
             report=report,
         )
+    if span is not None:
+        span.end(model=known, status=status, first_seconds=first, request_id=request_id, report=report)

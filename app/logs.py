@@ -52,6 +52,23 @@ class JsonFormatter(logging.Formatter):
         return msgspec.json.encode(document, enc_hook=str).decode()
 
 
+class Seldom(logging.Filter):
+    """Lets one line a minute of some package pass: it repeats itself, and what matters we say in our own words."""
+
+    def __init__(self, package: str, seconds: float = 60.0) -> None:
+        super().__init__(package)
+        self._seconds = seconds
+        self._next = 0.0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not super().filter(record):
+            return True
+        if record.created < self._next:
+            return False
+        self._next = record.created + self._seconds
+        return True
+
+
 class SinkHandler(logging.Handler):
     """Hands lines to the sink, which never waits; ``flush`` does, a little, at the end of the process."""
 
@@ -74,6 +91,7 @@ def configure_logging(form: Literal["console", "json"], level: str) -> LogSink:
     sink = LogSink()
     handler = SinkHandler(sink)
     handler.setFormatter(ConsoleFormatter() if form == "console" else JsonFormatter())
+    handler.addFilter(Seldom("opentelemetry"))  # tells of each attempt to reach a collector
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     # The server's own lines say what ours say; its warnings and errors stay.
     logging.getLogger("uvicorn").setLevel(logging.WARNING)

@@ -137,7 +137,11 @@ class GatewayMetrics:
             registry=own,
         )
         build = Gauge("hotspare_build_info", "1, with what runs here.", ["version", "python"], registry=own)
-        build.labels(_version(), platform.python_version()).set(1)
+        self.version = _version()
+        self._spans = Counter(
+            "hotspare_spans", "Spans of the traces that were sent, or lost.", ["outcome"], registry=own
+        )
+        build.labels(self.version, platform.python_version()).set(1)
         self._series: dict[tuple[str, str, int], _RequestSeries] = {}
         self._discovery_up = Gauge(
             "hotspare_discovery_up", "Whether the source of worker addresses works.", registry=own
@@ -191,6 +195,10 @@ class GatewayMetrics:
 
     def loop_lag(self, seconds: float) -> None:
         self._lag.observe(seconds)
+
+    def spans(self, outcome: str, number: int) -> None:
+        """Called from any thread. ``outcome``: exported or failed."""
+        self._spans.labels(outcome).inc(number)
 
     def drain_cut(self, requests: int) -> None:
         self._drain_cut.inc(requests)

@@ -27,6 +27,14 @@ def _addresses(value: object) -> object:
     return parse_addresses(value) if isinstance(value, str) else value
 
 
+def _collector(value: str | None) -> str | None:
+    if not value:  # as OpenTelemetry has it: an empty variable is as good as none
+        return None
+    if not value.startswith(("http://", "https://")):
+        raise ValueError("a collector's address begins with http:// or https://")
+    return value
+
+
 def _lower(value: object) -> object:
     return value.lower() if isinstance(value, str) else value
 
@@ -151,6 +159,13 @@ class GatewaySettings(BaseSettings):
     """Lines for people, or one JSON object a line."""
     log_level: Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(_lower)] = "info"
     """Least level that is logged."""
+    otlp_endpoint: Annotated[
+        str | None,
+        AfterValidator(_collector),
+        Field(validation_alias=AliasChoices("otlp_endpoint", "HOTSPARE_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")),
+    ] = None
+    """Base URL of an OpenTelemetry collector that gets a span for each relayed request, by OTLP over HTTP; usually
+    ``http://host:4318``. Needs the extra ``opentelemetry``."""
     access_log: bool = True
     """A line for each relayed request, at level info."""
     parent_pid: Annotated[int, Field(ge=1)] | None = None

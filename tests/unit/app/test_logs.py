@@ -4,7 +4,7 @@ import json
 import logging
 import sys
 
-from app.logs import ConsoleFormatter, JsonFormatter, fields
+from app.logs import ConsoleFormatter, JsonFormatter, Seldom, fields
 
 
 def record(message: str, **values: object) -> logging.LogRecord:
@@ -25,6 +25,18 @@ def test_json() -> None:
     assert document["model"] == "m"
     assert "error" not in document
     assert document["time"].endswith("Z")
+
+
+def test_a_package_that_talks_much_is_heard_once_a_minute() -> None:
+    seldom = Seldom("talker")
+
+    def heard(name: str, at: float) -> bool:
+        line = logging.LogRecord(name, logging.WARNING, "f", 1, "again", (), None)
+        line.created = at
+        return seldom.filter(line)
+
+    assert [heard("talker.deep", at) for at in (100.0, 101.0, 159.0, 160.0, 161.0)] == [True, False, False, True, False]
+    assert [heard(name, 162.0) for name in ("app.x", "app.x", "talkers", "talkers")] == [True] * 4
 
 
 def test_exceptions_are_shown() -> None:

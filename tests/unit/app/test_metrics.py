@@ -15,7 +15,7 @@ from app.relayed import Report
 
 UNITS = (
     "seconds|bytes|info|requests|sessions|retries|disconnects|errors|lifecycle|fds|dropped|state|stage|epoch|routable|"
-    "up|workers"
+    "up|workers|spans"
 )
 BASE_UNITS = re.compile(rf"_({UNITS})$")
 

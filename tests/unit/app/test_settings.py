@@ -120,3 +120,15 @@ def test_a_run_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StartError, match="cannot write"), announced(tmp_path / "file", "h", 1):
         pass
+
+
+def test_a_collector_is_named_in_the_standard_way_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert read_settings([]).otlp_endpoint is None
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "")
+    assert read_settings([]).otlp_endpoint is None
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://collector:4318")
+    assert read_settings([]).otlp_endpoint == "http://collector:4318"
+    monkeypatch.setenv("HOTSPARE_OTLP_ENDPOINT", "https://mine")
+    assert read_settings([]).otlp_endpoint == "https://mine"
+    with pytest.raises(StartError, match="begins with http"):
+        read_settings(["--otlp-endpoint", "collector:4317"])
