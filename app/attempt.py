@@ -13,13 +13,15 @@ from typing import Protocol
 
 from app.headers import find
 from app.openai.errors import Header
-from app.openai.sse import EventSplitter, EventTooLarge, is_comment, split_events
+from app.openai.sse import EventSplitter, EventTooLarge, NotEvents, is_comment, split_events
 from app.openai.surface import RelayRoute
+from app.openai.units import BadNote, UnitSplitter
 from app.registry import Replica
 from app.upstream import Break, UpstreamConnection, UpstreamError
-from workers.contract import HEADER_RESELECT
+from workers.contract import HEADER_RESELECT, HEADER_STREAM
 
 _RESELECT = HEADER_RESELECT.encode()
+_STREAM = HEADER_STREAM.encode()
 _EVENT_STREAM = b"text/event-stream"
 
 
@@ -101,7 +103,7 @@ class Attempt:
         self._max_held = max_held
         self._status = 0
         self._headers: list[Header] = []
-        self._splitter: EventSplitter | None = None
+        self._splitter: EventSplitter | UnitSplitter | None = None
         self._held: list[bytes] = []
         self._held_bytes = 0
         self._parting = False
@@ -149,7 +151,7 @@ class Attempt:
         self.progress_at = time.monotonic()
         self._status, self._headers = status, headers
         if status == 200 and self._route.streams and (find(headers, b"content-type") or b"").startswith(_EVENT_STREAM):
-            self._splitter = EventSplitter()
+            self._splitter = EventSplitter() if find(headers, _STREAM) is None else UnitSplitter()
 
     def read(self, data: bytes, done: bool) -> None:
         self.progress_at = time.monotonic()
@@ -170,10 +172,10 @@ class Attempt:
         else:
             self._conclude(Verdict.STALE if error.kind is Break.STALE else Verdict.BROKEN, error.kind.value)
 
-    def _read_events(self, splitter: EventSplitter, data: bytes, done: bool) -> None:
+    def _read_events(self, splitter: EventSplitter | UnitSplitter, data: bytes, done: bool) -> None:
         try:
             events = splitter.feed(data)
-        except EventTooLarge as error:
+        except (EventTooLarge, NotEvents, BadNote) as error:
             self.give_up(str(error))
             return
         if events and not self._answer.delivered:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from app.openai.errors import Header
-from workers.contract import HEADER_PREFIX, HEADER_REQUEST_ID
+from workers.contract import HEADER_PREFIX, HEADER_REQUEST_ID, HEADER_STREAM
 
 REQUEST_ID = b"x-request-id"
 _PREFIX = HEADER_PREFIX.encode()
@@ -40,6 +40,8 @@ _NOT_UPSTREAM = _HOP_BY_HOP | {
 }
 # The gateway's server adds its own date; the length is that of what the gateway sends.
 _NOT_DOWNSTREAM = _HOP_BY_HOP | {b"content-length", b"date", b"server", REQUEST_ID}
+_OURS = HEADER_REQUEST_ID.encode()
+_NOTES_WANTED = b"%b: 1\r\n" % HEADER_STREAM.encode()
 _SAFE_ID = re.compile(rb"[A-Za-z0-9._:+/=-]{1,128}")
 
 
@@ -58,24 +60,28 @@ def client_request_id(headers: Iterable[Header]) -> bytes | None:
 
 
 def _named_by_connection(headers: Iterable[Header]) -> frozenset[bytes]:
-    values = [value for name, value in headers if name == b"connection"]
+    values = [item[1] for item in headers if item[0] == b"connection"]
     if not values or (len(values) == 1 and values[0].lower() in (b"keep-alive", b"close")):
         return frozenset()
     return frozenset(token.strip().lower() for value in values for token in value.split(b","))
 
 
-def upstream_headers(headers: Sequence[Header], *, length: int, client_id: bytes, gateway_id: bytes) -> bytes:
+def upstream_headers(
+    headers: Sequence[Header], *, length: int, client_id: bytes, gateway_id: bytes, streaming: bool
+) -> bytes:
     """Header lines of a request to a worker, without ``host`` and without the empty line."""
     dropped = _named_by_connection(headers)
     lines = [
-        b"%b: %b\r\n" % (name, value)
-        for name, value in headers
-        if name not in _NOT_UPSTREAM and name not in dropped and not name.startswith(_PREFIX)
+        b"%b: %b\r\n" % item
+        for item in headers
+        if item[0] not in _NOT_UPSTREAM and item[0] not in dropped and not item[0].startswith(_PREFIX)
     ]
     lines.append(
         b"accept-encoding: identity\r\ncontent-length: %d\r\nx-request-id: %b\r\n%b: %b\r\n"
-        % (length, client_id, HEADER_REQUEST_ID.encode(), gateway_id)
+        % (length, client_id, _OURS, gateway_id)
     )
+    if streaming:
+        lines.append(_NOTES_WANTED)
     return b"".join(lines)
 
 

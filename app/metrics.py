@@ -13,13 +13,19 @@ import asyncio
 import contextlib
 import platform
 import time
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from itertools import accumulate
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Final, Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 from app.discovery.follower import Discovery
 from app.drain import DrainStage
@@ -57,16 +63,93 @@ GAUGE_MERGE: Final[Mapping[str, Literal["sum", "max", "min"]]] = MappingProxyTyp
 """How the gauges of several processes become one. A lifecycle or worker state that any process is in shows as 1."""
 
 
-class _RequestSeries:
-    """The series that requests of one route, model and status count in, looked up once."""
+class _Tally:
+    """A histogram as three plain fields: counting in one costs a tenth of what a labelled metric object does, and
+    nobody else counts at the same time."""
 
-    __slots__ = ("count", "duration", "inter_token", "ttft")
+    __slots__ = ("_bounds", "_buckets", "_sum")
 
-    def __init__(self, count: Counter, duration: Histogram, ttft: Histogram, inter_token: Histogram) -> None:
-        self.count = count
-        self.duration = duration
-        self.ttft = ttft
-        self.inter_token = inter_token
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._bounds = bounds
+        self._buckets = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self._buckets[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def fold(self, into: HistogramMetricFamily, labels: Sequence[str]) -> None:
+        names = [*map(str, self._bounds), "+Inf"]
+        counts = accumulate(self._buckets)
+        into.add_metric(labels, list(zip(names, map(float, counts), strict=True)), self._sum)
+
+
+class _RouteSeries:
+    __slots__ = ("duration", "inter_token", "ttft")
+
+    def __init__(self) -> None:
+        self.duration = _Tally(_SECONDS)
+        self.ttft = _Tally(_SECONDS)
+        self.inter_token = _Tally(_TOKEN_SECONDS)
+
+
+class RequestTallies(Collector):
+    """What each relayed request counts in, kept as plain numbers and made into metrics when they are read."""
+
+    def __init__(self) -> None:
+        self._counts: dict[tuple[str, str, int], int] = {}
+        self._routes: dict[str, _RouteSeries] = {}
+
+    def request(
+        self,
+        *,
+        route: str,
+        model: str,
+        status: int,
+        seconds: float,
+        first_token_seconds: float | None,
+        inter_token_seconds: float | None,
+    ) -> None:
+        """``None`` where an answer was not streamed, or had too few events to tell."""
+        key = (route, model, status)
+        self._counts[key] = self._counts.get(key, 0) + 1
+        series = self._routes.get(route)
+        if series is None:
+            series = self._routes[route] = _RouteSeries()
+        series.duration.observe(seconds)
+        if first_token_seconds is not None:
+            series.ttft.observe(first_token_seconds)
+            if inter_token_seconds is not None:
+                series.inter_token.observe(inter_token_seconds)
+
+    def collect(self) -> Iterator[Metric]:
+        """Called in another thread: it reads copies."""
+        requests = CounterMetricFamily("hotspare_requests", "Requests answered.", labels=["route", "model", "status"])
+        for (route, model, status), count in list(self._counts.items()):
+            requests.add_metric([route, model, str(status)], count)
+        yield requests
+        routes = list(self._routes.items())
+        for name, explanation, tally in (
+            (
+                "hotspare_request_duration_seconds",
+                "From the request's head to the last byte of its answer.",
+                attrgetter("duration"),
+            ),
+            (
+                "hotspare_time_to_first_token_seconds",
+                "From the request's head to the first event of a streamed answer.",
+                attrgetter("ttft"),
+            ),
+            (
+                "hotspare_inter_token_latency_seconds",
+                "Mean time between the events of a streamed answer, one observation a stream.",
+                attrgetter("inter_token"),
+            ),
+        ):
+            family = HistogramMetricFamily(name, explanation, labels=["route"])
+            for route, series in routes:
+                tally(series).fold(family, [route])
+            yield family
 
 
 class GatewayMetrics:
@@ -76,28 +159,9 @@ class GatewayMetrics:
         self.collectors = CollectorRegistry()
         own = self.collectors
         ProcessCollector(registry=own)
-        self._requests = Counter("hotspare_requests", "Requests answered.", ["route", "model", "status"], registry=own)
-        self._duration = Histogram(
-            "hotspare_request_duration_seconds",
-            "From the request's head to the last byte of its answer.",
-            ["route"],
-            buckets=_SECONDS,
-            registry=own,
-        )
-        self._ttft = Histogram(
-            "hotspare_time_to_first_token_seconds",
-            "From the request's head to the first event of a streamed answer.",
-            ["route"],
-            buckets=_SECONDS,
-            registry=own,
-        )
-        self._inter_token = Histogram(
-            "hotspare_inter_token_latency_seconds",
-            "Mean time between the events of a streamed answer, one observation a stream.",
-            ["route"],
-            buckets=_TOKEN_SECONDS,
-            registry=own,
-        )
+        self._tallies = RequestTallies()
+        own.register(self._tallies)
+        self.request = self._tallies.request
         self._retries = Counter(
             "hotspare_retries", "Times a request ran again because its worker broke.", ["route"], registry=own
         )
@@ -142,7 +206,6 @@ class GatewayMetrics:
             "hotspare_spans", "Spans of the traces that were sent, or lost.", ["outcome"], registry=own
         )
         build.labels(self.version, platform.python_version()).set(1)
-        self._series: dict[tuple[str, str, int], _RequestSeries] = {}
         self._discovery_up = Gauge(
             "hotspare_discovery_up", "Whether the source of worker addresses works.", registry=own
         )
@@ -154,33 +217,6 @@ class GatewayMetrics:
         self._discovered = Gauge("hotspare_discovered_workers", "Addresses of workers in use.", registry=own)
         self._shown: set[str] = set()
         """Addresses that have series."""
-
-    def request(
-        self,
-        *,
-        route: str,
-        model: str,
-        status: int,
-        seconds: float,
-        first_token_seconds: float | None,
-        inter_token_seconds: float | None,
-    ) -> None:
-        """``None`` where an answer was not streamed, or had too few events to tell."""
-        key = (route, model, status)
-        series = self._series.get(key)
-        if series is None:
-            series = self._series[key] = _RequestSeries(
-                self._requests.labels(route, model, str(status)),
-                self._duration.labels(route),
-                self._ttft.labels(route),
-                self._inter_token.labels(route),
-            )
-        series.count.inc()
-        series.duration.observe(seconds)
-        if first_token_seconds is not None:
-            series.ttft.observe(first_token_seconds)
-            if inter_token_seconds is not None:
-                series.inter_token.observe(inter_token_seconds)
 
     def trouble(self, *, route: str, retries: int, disconnected: bool, error_code: str) -> None:
         if retries:

@@ -154,7 +154,11 @@ class Exchange:
     def start(self) -> None:
         request = self._request
         self._lines = upstream_headers(
-            request.headers, length=len(request.body), client_id=request.request_id, gateway_id=request.gateway_id
+            request.headers,
+            length=len(request.body),
+            client_id=request.request_id,
+            gateway_id=request.gateway_id,
+            streaming=request.streaming,
         )
         self._arm()
         self._downstream.observe(self)

@@ -190,14 +190,9 @@ class UpstreamConnection(asyncio.Protocol):
         if self._parser is None:
             self._break(Break.JUNK)  # bytes after the end of the answer
             return
-        if not self._head_complete:
-            if self._fresh_head:  # this read may hold much more than the head's end
-                self._head_bytes = sum(len(name) + len(value) for name, value in self._headers)
-            else:
-                self._head_bytes += len(data)
-            if self._head_bytes > MAX_HEAD_BYTES:
-                self._break(Break.JUNK)
-                return
+        if not self._head_complete and self._head_is_too_large(len(data)):
+            self._break(Break.JUNK)
+            return
         if self._fresh_head:
             self._fresh_head = False
             self._head_complete = True
@@ -212,6 +207,14 @@ class UpstreamConnection(asyncio.Protocol):
         if done:
             self._finish()
         sink.read(body, done)
+
+    def _head_is_too_large(self, size: int) -> bool:
+        if not self._fresh_head:
+            self._head_bytes += size
+            return self._head_bytes > MAX_HEAD_BYTES
+        if self._head_bytes + size <= MAX_HEAD_BYTES:
+            return False
+        return sum(len(name) + len(value) for name, value in self._headers) > MAX_HEAD_BYTES  # much more was read
 
     def eof_received(self) -> None:
         self._break(Break.EOF)

@@ -36,6 +36,9 @@ CODE_WORKER_TOKEN = "invalid_worker_token"  # noqa: S105 - a name
 
 MAX_WORKER_TOKEN_BYTES = 512
 
+HEADER_STREAM = "x-hotspare-stream"
+"""``1`` on a request: put token notes before the units of a streamed answer. On the answer: they are there."""
+
 INTERNAL_PREFIX = "/internal/"
 """Paths under this prefix are between gateway and worker; never reachable through the gateway."""
 

@@ -23,10 +23,16 @@ MAX_EVENT_BYTES = 8 * 1024 * 1024
 
 _END = re.compile(rb"(?:\r\n|\n)(?:\r\n|\n|\r(?=[^\n]))|\r\r")
 _LONGEST_END = 4
+_BEGINNINGS = b"deir:\r\n\xef"
+"""First bytes of what an event can begin with: its fields, a comment, a line end, a byte order mark."""
 
 
 class EventTooLarge(ValueError):
     """An event did not end within the limit: a broken worker."""
+
+
+class NotEvents(ValueError):
+    """What came is not server-sent events: a broken worker."""
 
 
 class EventSplitter:
@@ -35,6 +41,7 @@ class EventSplitter:
     def __init__(self, limit_bytes: int = MAX_EVENT_BYTES) -> None:
         self._limit = limit_bytes
         self._rest = bytearray()
+        self._begun = False
 
     @property
     def incomplete(self) -> bool:
@@ -46,7 +53,12 @@ class EventSplitter:
 
         Raises:
             EventTooLarge: more than ``limit_bytes`` came without an end.
+            NotEvents: the stream begins as none can.
         """
+        if not self._begun and data:
+            if data[0] not in _BEGINNINGS:
+                raise NotEvents("what it sends is not server-sent events")
+            self._begun = True
         rest = self._rest
         if not rest:
             if data.endswith(b"\n\n"):

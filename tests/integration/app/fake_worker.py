@@ -10,6 +10,7 @@ import asyncio
 import json
 import socket
 import struct
+import zlib
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -108,6 +109,26 @@ def streams(*pieces: bytes, end: bytes = DONE) -> Behaviour:
             if piece:
                 await call.send(chunk(piece))
         await call.send(b"0\r\n\r\n")
+
+    return behave
+
+
+def streams_units(*units: list[bytes], cut: int | None = None) -> Behaviour:
+    """Units of events with their token notes, each in a chunk of its own; whole, or cut after so many bytes."""
+
+    async def behave(call: Call) -> None:
+        data = b""
+        count = crc = 0
+        for number, events in enumerate((*units, [DONE])):
+            count += len(events)
+            crc = zlib.crc32(b"".join(events), crc)
+            data += chunk(b": t e=%d n=%d c=%08x g=0:%d\n" % (count, len(events), crc, number) + b"".join(events))
+        noted = STREAM_HEAD[:-2] + b"x-hotspare-stream: 1\r\n\r\n"
+        if cut is None:
+            await call.send(noted + data + b"0\r\n\r\n")
+        else:
+            await call.send(noted + data[:cut])
+            call.cut(reset=False)
 
     return behave
 

@@ -27,6 +27,7 @@ from tests.integration.app.fake_worker import (
     sends_and_cuts,
     streams,
     streams_then_waits,
+    streams_units,
 )
 from workers.contract import Role
 
@@ -41,6 +42,11 @@ BREAKS = {
     "EOF in the first event": sends_and_cuts(STREAM_HEAD + chunk(event("lost")[:-1])),
     "EOF after a comment": sends_and_cuts(STREAM_HEAD + chunk(b": ping\n\n")),
     "an empty stream": streams(end=b""),
+    "a stream that is none": streams(b"<html>Bad Gateway</html>\n\n"),
+    "a note that is none": sends_and_cuts(
+        STREAM_HEAD[:-2] + b"x-hotspare-stream: 1\r\n\r\n" + chunk(b": t e=one\n" + event("lost"))
+    ),
+    "EOF in the first unit": streams_units([event("lost"), event("lost")], cut=200),
 }
 
 
@@ -225,6 +231,20 @@ async def test_a_cut_in_the_middle_ends_with_an_error_event(workers: Any, reset:
     assert b'"code":"worker_lost"' in error
     assert (done + b"\n\n", nothing) == (DONE, b"")
     assert len(two.calls) == 0
+
+
+async def test_a_unit_is_delivered_whole_or_not_at_all(workers: Any) -> None:
+    """Cut at any byte of the second unit, which has two events: the client sees the first one and the error."""
+    (worker,) = await workers("pod-0")
+    first, second = [event("a")], [event("b"), event("c")]
+    size = sum(len(part) for part in second)
+    async with run_gateway(worker) as running:
+        for cut in range(len(first[0]) + 60, len(first[0]) + 60 + size, 37):
+            worker.will(streams_units(first, second, cut=cut))
+            content = (await running.chat(stream=True)).content
+            assert content.startswith(event("a") + b'data: {"error"'), cut
+            assert content.endswith(DONE)
+            await running.until(lambda: running.state(worker) is WorkerState.UP)
 
 
 @pytest.mark.parametrize(("rest", "where"), [(b"", b"early"), (b"\n", b"early"), (b"data: h", b"within an event")])

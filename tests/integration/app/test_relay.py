@@ -20,6 +20,7 @@ from tests.integration.app.fake_worker import (
     sends_and_cuts,
     streams,
     streams_then_waits,
+    streams_units,
 )
 from workers.contract import Role
 
@@ -54,6 +55,18 @@ async def test_events_cut_across_reads_leave_whole(workers: Any) -> None:
         pieces = [piece async for piece in answer.aiter_raw()]
         assert b"".join(pieces) == whole
         assert all(piece.endswith(b"\n\n") for piece in pieces)
+
+
+async def test_token_notes_do_not_reach_the_client(workers: Any) -> None:
+    (worker,) = await workers("pod-0")
+    worker.will(streams_units([event("a")], [], [event("b"), event("c")]))
+    async with run_gateway(worker) as running:
+        answer = await running.chat(stream=True)
+        assert answer.content == event("a") + event("b") + event("c") + DONE
+        assert "x-hotspare-stream" not in answer.headers
+        assert worker.calls[0].headers["x-hotspare-stream"] == "1"
+        await running.chat()
+        assert "x-hotspare-stream" not in worker.calls[1].headers  # there is nothing to note in a whole answer
 
 
 async def test_an_event_is_sent_when_it_comes(workers: Any) -> None:

@@ -8,7 +8,7 @@ from app.headers import client_request_id, downstream_headers, stream_headers, u
 
 
 def upstream(*headers: tuple[bytes, bytes]) -> list[bytes]:
-    lines = upstream_headers(list(headers), length=3, client_id=b"c-1", gateway_id=b"g-1")
+    lines = upstream_headers(list(headers), length=3, client_id=b"c-1", gateway_id=b"g-1", streaming=False)
     assert lines.endswith(b"\r\n")
     return lines[:-2].split(b"\r\n")
 
@@ -112,3 +112,8 @@ def test_a_stream_is_neither_cached_nor_buffered() -> None:
         b"x-request-id": b"r",
     }
     assert dict(stream_headers([], request_id=b"r"))[b"content-type"].startswith(b"text/event-stream")
+
+
+def test_token_notes_are_asked_for_where_a_stream_is() -> None:
+    lines = upstream_headers([], length=0, client_id=b"c", gateway_id=b"g", streaming=True)
+    assert lines.endswith(b"x-hotspare-stream: 1\r\n")

@@ -13,6 +13,7 @@ from app.openai.sse import (
     KEEPALIVE,
     EventSplitter,
     EventTooLarge,
+    NotEvents,
     error_event,
     fields,
     is_comment,
@@ -98,9 +99,21 @@ def test_crlf_cut_in_the_middle_of_its_end() -> None:
 def test_oversize(size: int) -> None:
     splitter = EventSplitter(limit_bytes=100)
     for _ in range(100 // size):
-        splitter.feed(b"x" * size)
+        splitter.feed(b":" * size)
     with pytest.raises(EventTooLarge, match="100 bytes"):
-        splitter.feed(b"x" * size)
+        splitter.feed(b":" * size)
+
+
+@pytest.mark.parametrize("junk", [b"x", b"<html>", b"{}", b"\0", b"HTTP/1.1 200 OK"])
+def test_what_is_no_stream_of_events(junk: bytes) -> None:
+    with pytest.raises(NotEvents):
+        EventSplitter().feed(junk + b"\n\n")
+
+
+def test_only_the_beginning_can_tell() -> None:
+    splitter = EventSplitter()
+    assert splitter.feed(b"data: 1\n\n") == b"data: 1\n\n"
+    assert splitter.feed(b"unknown: 2\n\n") == b"unknown: 2\n\n"
 
 
 def test_many_events_in_one_read_are_not_oversize() -> None:
@@ -147,8 +160,8 @@ def test_any_mixture_of_line_ends_cut_anywhere(stream: bytes, cuts: list[int]) -
 @given(st.binary(max_size=200))
 def test_any_bytes(data: bytes) -> None:
     splitter = EventSplitter()
-    out = splitter.feed(data)
-    assert out + held_by(splitter) == data
+    out = splitter.feed(b":" + data)
+    assert out + held_by(splitter) == b":" + data
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@
  *   burst=500 interval_us=3000000
  *
  * is 500 events as fast as the connection takes them, then one every three seconds. Each event carries its number, so
- * that the other end sees whether one is missing. A request with x-hotspare-stream: 1 gets a token note before each
- * unit: the running count and CRC-32 of all event bytes, and the unit's token. The last unit is two events, the one
+ * that the other end sees whether one is missing. A request with x-hotspare-stream: 1 gets an answer that says the
+ * same, and a token note before each unit: the running count and CRC-32 of all event bytes, and the unit's token. The last unit is two events, the one
  * with the finish reason and [DONE].
  *
  * POST /mock/finish lets all streams that are under way go on without waiting. GET /mock/stats counts.
@@ -61,7 +61,8 @@ static const char ANSWER[] =
     "\"completion_tokens\":10}}";
 static const char STREAM_HEAD[] =
     "HTTP/1.1 200 OK\r\ndate: Mon, 01 Jan 2024 00:00:00 GMT\r\nserver: uvicorn\r\n"
-    "content-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n";
+    "content-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n";
+static const char NOTED[] = "x-hotspare-stream: 1\r\n\r\n";
 
 static uint64_t now_us(void) {
     struct timespec t;
@@ -335,7 +336,9 @@ static void chat(conn *c, const char *body, int notes) {
     c->crc = 0;
     c->notes = notes;
     active++;
-    send_bytes(c, STREAM_HEAD, sizeof STREAM_HEAD - 1);
+    char head[sizeof STREAM_HEAD + sizeof NOTED];
+    int head_len = snprintf(head, sizeof head, "%s%s", STREAM_HEAD, notes ? NOTED : "\r\n");
+    send_bytes(c, head, (size_t)head_len);
     c->due_us = now_us() + c->interval_us;
     if (!c->closed && !c->out_len) send_unit(c); /* the first token is there at once */
     schedule(c);
