@@ -14,17 +14,20 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from pydantic import ValidationError
 
+from app.exit_codes import BAD_CONFIGURATION
+from app.listener import BACKLOG, bind
 from app.settings import GatewaySettings
 from app.start_error import StartError
 
-EXIT_BAD_CONFIGURATION = 2
-EXIT_OVERRAN = 70
+if TYPE_CHECKING:
+    from app.siblings import Place
+
 _PR_SET_PDEATHSIG = 1
 
 
@@ -97,30 +100,6 @@ def raise_file_limit() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A bound socket of our own, so that the port is known before serving.
-
-    Raises:
-        StartError: the address cannot be had.
-    """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except (OSError, UnicodeError) as error:
-        raise StartError(f"cannot resolve the host {host!r} to listen on: {error}") from None
-    listener = socket.socket(family, kind, protocol)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except OSError as error:
-        listener.close()
-        hint = "; choose another with --port, or 0 for any free one" if "in use" in str(error) else ""
-        raise StartError(f"cannot listen on {host}:{port}: {error.strerror}{hint}") from None
-    listener.setblocking(False)
-    return listener
-
-
 @contextlib.contextmanager
 def announced(run_dir: Path | None, host: str, port: int) -> Iterator[Path | None]:
     """Have ``gateway.json`` in the run folder while the gateway runs; it appears whole or not at all.
@@ -156,8 +135,8 @@ def withdraw(path: Path | None) -> None:
             path.unlink()
 
 
-def run(settings: GatewaySettings) -> int:
-    """Serve until drained; returns the exit code."""
+def run(settings: GatewaySettings, arguments: Sequence[str]) -> int:
+    """Serve until drained; returns the exit code. ``arguments``: those the settings were read from."""
     if settings.parent_pid is not None:
         die_with_parent(settings.parent_pid)
     raise_file_limit()
@@ -165,22 +144,55 @@ def run(settings: GatewaySettings) -> int:
     with contextlib.closing(bind(settings.host, settings.port)) as listener:
         host, port = listener.getsockname()[:2]
         with announced(settings.run_dir, host, port) as announcement:
-            from app.factory import create_app
-            from app.logs import configure_logging
-            from app.server import GatewayServer
+            if settings.processes > 1:
+                return supervise(settings, listener, arguments)
+            return serve(settings, listener, on_forced_exit=lambda: withdraw(announcement))
 
-            sink = configure_logging(settings.log_format, settings.log_level)
-            server = GatewayServer(create_app(settings, sink), on_forced_exit=lambda: withdraw(announcement))
-            server.run(sockets=[listener])
-            return server.exit_code
+
+def serve(
+    settings: GatewaySettings,
+    listener: socket.socket,
+    *,
+    place: Place | None = None,
+    on_listening: Callable[[], None] | None = None,
+    on_forced_exit: Callable[[], None] | None = None,
+) -> int:
+    """Serve in this process until drained; returns the exit code. ``place``: it is one of several."""
+    from app.factory import create_app
+    from app.logs import configure_logging
+    from app.server import GatewayServer
+
+    sink = configure_logging(settings.log_format, settings.log_level)
+    app = create_app(settings, sink, place)
+    server = GatewayServer(app, on_listening=on_listening, on_forced_exit=on_forced_exit)
+    server.run(sockets=[listener])
+    return server.exit_code
+
+
+def supervise(settings: GatewaySettings, listener: socket.socket, arguments: Sequence[str]) -> int:
+    """Have several processes serve from this socket until they are drained; returns the exit code."""
+    from app.logs import configure_logging
+    from app.supervisor import Supervisor, meeting_place
+
+    configure_logging(settings.log_format, settings.log_level)
+    with meeting_place() as folder:
+        listener.listen(BACKLOG)
+        return Supervisor(
+            listener,
+            arguments,
+            count=settings.processes,
+            folder=folder,
+            drain_seconds=settings.drain_timeout_seconds,
+        ).run()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    given = sys.argv[1:] if arguments is None else arguments
     try:
-        return run(read_settings(sys.argv[1:] if arguments is None else arguments))
+        return run(read_settings(given), given)
     except StartError as error:
         print(f"hotspare gateway: {error}", file=sys.stderr)
-        return EXIT_BAD_CONFIGURATION
+        return BAD_CONFIGURATION
 
 
 if __name__ == "__main__":

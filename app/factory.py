@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -24,6 +25,7 @@ from app.discovery.follower import Discovery
 from app.discovery.kubernetes import KubernetesSource
 from app.discovery.sources import DnsSource, FileSource, Source, StaticSource
 from app.drain import DrainProgress
+from app.families import Family
 from app.headers import REQUEST_ID, client_request_id
 from app.intake import Intake, RequestIds
 from app.lifecycle import Lifecycle, LifecycleEvent, LifecycleMachine
@@ -38,12 +40,13 @@ from app.realtime_connection import RealtimeSessions
 from app.registry import WorkerRegistry
 from app.relay import Relay, RelayLimits
 from app.routes.health import health_router
-from app.routes.metrics import metrics_router
+from app.routes.metrics import look_at, metrics_router
 from app.routes.openai import RelayEndpoint, models_router
 from app.routes.realtime import RealtimeEndpoint, realtime_router
-from app.routes.status import status_router
+from app.routes.status import describe_gateway, status_router
 from app.routing import RoundRobinRouter
 from app.settings import GatewaySettings
+from app.siblings import Place, Siblings
 from app.start_error import StartError
 
 if TYPE_CHECKING:
@@ -125,8 +128,8 @@ class GatewayApp(FastAPI):
         await super().__call__(scope, receive, send_with_id)
 
 
-def create_app(settings: GatewaySettings, sink: LogSink | None = None) -> GatewayApp:
-    """``sink``: where the access log goes; without one there is none.
+def create_app(settings: GatewaySettings, sink: LogSink | None = None, place: Place | None = None) -> GatewayApp:
+    """``sink``: where the access log goes; without one there is none. ``place``: this is one of several processes.
 
     Raises:
         StartError: a file that a setting names cannot be used.
@@ -167,9 +170,29 @@ def create_app(settings: GatewaySettings, sink: LogSink | None = None) -> Gatewa
         tracing=tracing,
     )
 
+    drain = DrainProgress()
+    sessions = RealtimeSessions(lifecycle, limit=settings.max_realtime_sessions)
+    look = look_at(metrics, lifecycle, admission, registry, discovery, drain, sink, sessions)
+
+    def describe() -> dict[str, Any]:
+        return describe_gateway(lifecycle, admission, registry)
+
+    def look_for_siblings() -> tuple[tuple[Family, ...], bytes]:
+        look()
+        return metrics.families(), json.dumps(describe()).encode()
+
+    siblings = None if place is None else Siblings(place, look_for_siblings)
+
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with tracing or nullcontext(), access.followed(), registry, discovery, LoopLag(metrics.loop_lag):
+        async with (
+            tracing or nullcontext(),
+            access.followed(),
+            registry,
+            discovery,
+            LoopLag(metrics.loop_lag),
+            siblings or nullcontext(),
+        ):
             yield
 
     app = GatewayApp(
@@ -180,8 +203,6 @@ def create_app(settings: GatewaySettings, sink: LogSink | None = None) -> Gatewa
         openapi_url=None,
         redirect_slashes=False,
     )
-    drain = DrainProgress()
-    sessions = RealtimeSessions(lifecycle, limit=settings.max_realtime_sessions)
     app.gateway = Gateway(
         settings=settings,
         access=access,
@@ -229,8 +250,8 @@ def create_app(settings: GatewaySettings, sink: LogSink | None = None) -> Gatewa
     }
     app.include_router(health_router(lifecycle, registry, discovery, drain))
     app.include_router(models_router(registry, created=int(time.time())))
-    app.include_router(status_router(lifecycle, admission, registry))
-    app.include_router(metrics_router(metrics, lifecycle, admission, registry, discovery, drain, sink, sessions))
+    app.include_router(status_router(describe, siblings))
+    app.include_router(metrics_router(metrics, look, siblings))
     app.include_router(realtime_router())
     _install_errors(app)
     return app

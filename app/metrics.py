@@ -19,7 +19,7 @@ from importlib.metadata import PackageNotFoundError, version
 from itertools import accumulate
 from operator import attrgetter
 from types import MappingProxyType
-from typing import Final, Literal
+from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
@@ -29,6 +29,7 @@ from prometheus_client.registry import Collector
 
 from app.discovery.follower import Discovery
 from app.drain import DrainStage
+from app.families import Family, Rule, Sample, merge
 from app.lifecycle import Lifecycle
 from app.liveness import WorkerState
 from app.registry import WorkerRegistry
@@ -38,7 +39,7 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
 _LAG_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
 
-GAUGE_MERGE: Final[Mapping[str, Literal["sum", "max", "min"]]] = MappingProxyType(
+GAUGE_MERGE: Final[Mapping[str, Rule]] = MappingProxyType(
     {
         "hotspare_build_info": "max",
         "hotspare_discovered_workers": "max",
@@ -289,6 +290,48 @@ class GatewayMetrics:
     async def text(self) -> bytes:
         """The exposition, made in a thread: with many series it takes longer than a loop turn should."""
         return await asyncio.to_thread(generate_latest, self.collectors)
+
+    def families(self) -> tuple[Family, ...]:
+        """The values of now, to be merged with those of other processes."""
+        return tuple(
+            Family(
+                family.name,
+                family.documentation,
+                family.type,
+                tuple(Sample(s.name, tuple(s.labels.items()), s.value) for s in family.samples),
+            )
+            for family in self.collectors.collect()
+        )
+
+
+def merged_text(processes: Mapping[int, tuple[tuple[Family, ...], bool]]) -> bytes:
+    """The exposition of several processes: index → families, and whether it answered."""
+    alive = Family(
+        "hotspare_process_up",
+        "Whether this process of the gateway told its metrics just now.",
+        "gauge",
+        tuple(
+            Sample("hotspare_process_up", (("process", str(index)),), float(up)) for index, (_, up) in processes.items()
+        ),
+    )
+    merged = merge([families for families, _ in processes.values()], GAUGE_MERGE)
+    collectors = CollectorRegistry()
+    collectors.register(_Fixed((*merged, alive)))
+    return generate_latest(collectors)
+
+
+class _Fixed(Collector):
+    """Families that are what they are."""
+
+    def __init__(self, families: Sequence[Family]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterator[Metric]:
+        for family in self._families:
+            metric = Metric(family.name, family.meaning, family.kind)
+            for sample in family.samples:
+                metric.add_sample(sample.name, dict(sample.labels), sample.value)
+            yield metric
 
 
 def _version() -> str:

@@ -21,15 +21,14 @@ from uvicorn import Server
 from app.address import Address
 from app.client_protocol import HEAD_SECONDS, ClientConfig, ClientProtocol
 from app.drain import Drain
+from app.exit_codes import DRAINED, OVERRAN
 from app.factory import GatewayApp
 from app.lifecycle import Lifecycle, LifecycleEvent
+from app.listener import BACKLOG
 from app.websocket import PING_SECONDS, WebSocketProtocol
 
 logger = logging.getLogger(__name__)
 
-EXIT_DRAINED = 0
-EXIT_OVERRAN = 70
-BACKLOG = 4096
 KEEP_ALIVE_SECONDS = 75
 """Idle client connections; longer than common proxies keep theirs, so that they close first."""
 WEBSOCKET_FACTOR = 2
@@ -48,6 +47,7 @@ class GatewayServer(Server):
         self,
         app: GatewayApp,
         *,
+        on_listening: Callable[[], None] | None = None,
         on_forced_exit: Callable[[], None] | None = None,
         head_seconds: float = HEAD_SECONDS,
         ping_seconds: float = PING_SECONDS,
@@ -76,9 +76,10 @@ class GatewayServer(Server):
             )
         )
         self._gateway = app.gateway
+        self._on_listening = on_listening
         self._on_forced_exit = on_forced_exit
         self._drain: asyncio.Task[None] | None = None
-        self.exit_code = EXIT_DRAINED
+        self.exit_code = DRAINED
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -104,6 +105,9 @@ class GatewayServer(Server):
                     Address(host, port),
                 )
 
+        if self._on_listening is not None:
+            self._on_listening()
+
     def _signalled(self, number: int) -> None:
         name = signal.Signals(number).name
         if self._drain is None:
@@ -113,7 +117,7 @@ class GatewayServer(Server):
         if self._on_forced_exit is not None:
             self._on_forced_exit()
         logging.shutdown()
-        os._exit(EXIT_OVERRAN)
+        os._exit(OVERRAN)
 
     def request_drain(self, reason: str = "asked to") -> None:
         """Start to drain. Idempotent; the server ends by itself afterwards."""
@@ -134,7 +138,7 @@ class GatewayServer(Server):
         )
         try:
             if not await drain.run(reason):
-                self.exit_code = EXIT_OVERRAN
+                self.exit_code = OVERRAN
         finally:
             gateway.lifecycle.fire(LifecycleEvent.DRAINED)
             self.should_exit = True

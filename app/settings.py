@@ -77,6 +77,8 @@ class GatewaySettings(BaseSettings):
     """Address to listen on; 0.0.0.0: all of the machine."""
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     """Port to listen on. 0: any free one; the log line and ``gateway.json`` say which."""
+    processes: Annotated[int, Field(ge=1, le=64)] = 1
+    """How many processes serve. More than one share the listening socket, under a supervisor that starts them again."""
     workers: Annotated[tuple[Address, ...], NoDecode, BeforeValidator(_addresses)] = (Address("127.0.0.1", 8100),)
     """The pods' serving ports, comma separated: ``host:port`` or ``http://host:port``. Instead of it, one of the other
     ``workers_`` settings may say where workers are."""
@@ -131,9 +133,9 @@ class GatewaySettings(BaseSettings):
     """A complete (non-streaming) answer up to this size is held back until it is whole, so that a worker's death in the
     middle of it stays invisible. A larger one is passed on as it comes."""
     max_inflight: Annotated[int, Field(ge=1, le=1 << 20)] = 4096
-    """Most requests at a time; one more is answered with 429."""
+    """Most requests at a time in each process; one more is answered with 429."""
     max_realtime_sessions: Annotated[int, Field(ge=1, le=1 << 20)] = 1024
-    """Most realtime sessions (WebSockets) at a time; one more is answered with 429."""
+    """Most realtime sessions (WebSockets) at a time in each process; one more is answered with 429."""
     max_realtime_event_bytes: Annotated[int, Field(ge=1024, le=1 << 30)] = MIB
     """Largest event of a realtime client; a larger one is answered with an error event. A message of more than twice
     this size is not read: the connection is closed with code 1009."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import Callable
 
 from fastapi import APIRouter
 from fastapi.responses import Response
@@ -12,12 +14,13 @@ from app.discovery.follower import Discovery
 from app.drain import DrainProgress
 from app.lifecycle import LifecycleMachine
 from app.log_sink import LogSink
-from app.metrics import CONTENT_TYPE, GatewayMetrics
+from app.metrics import CONTENT_TYPE, GatewayMetrics, merged_text
 from app.realtime_connection import RealtimeSessions
 from app.registry import WorkerRegistry
+from app.siblings import Siblings
 
 
-def metrics_router(
+def look_at(
     metrics: GatewayMetrics,
     lifecycle: LifecycleMachine,
     admission: AdmissionController,
@@ -26,11 +29,10 @@ def metrics_router(
     drain: DrainProgress,
     sink: LogSink | None,
     sessions: RealtimeSessions,
-) -> APIRouter:
-    router = APIRouter()
+) -> Callable[[], None]:
+    """What brings the metrics up to date, just before they are read."""
 
-    @router.get("/metrics")
-    async def read_metrics() -> Response:
+    def look() -> None:
         metrics.sessions(sessions.count)
         metrics.look(
             lifecycle=lifecycle.state,
@@ -41,6 +43,21 @@ def metrics_router(
             registry=registry,
             discovery=discovery,
         )
-        return Response(await metrics.text(), headers={"content-type": CONTENT_TYPE})
+
+    return look
+
+
+def metrics_router(metrics: GatewayMetrics, look: Callable[[], None], siblings: Siblings | None) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/metrics")
+    async def read_metrics() -> Response:
+        if siblings is None:
+            look()
+            text = await metrics.text()
+        else:
+            told = {index: (said.families, bool(said.status)) for index, said in (await siblings.tell()).items()}
+            text = await asyncio.to_thread(merged_text, told)
+        return Response(text, headers={"content-type": CONTENT_TYPE})
 
     return router

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 import time
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
@@ -10,6 +14,7 @@ from fastapi.responses import JSONResponse
 from app.admission import AdmissionController
 from app.lifecycle import LifecycleMachine
 from app.registry import WorkerEntry, WorkerRegistry
+from app.siblings import Siblings, Telling
 
 
 def describe_worker(entry: WorkerEntry, registry: WorkerRegistry, now: float) -> dict[str, object]:
@@ -39,19 +44,37 @@ def describe_worker(entry: WorkerEntry, registry: WorkerRegistry, now: float) ->
     }
 
 
-def status_router(lifecycle: LifecycleMachine, admission: AdmissionController, registry: WorkerRegistry) -> APIRouter:
+def describe_gateway(
+    lifecycle: LifecycleMachine, admission: AdmissionController, registry: WorkerRegistry
+) -> dict[str, Any]:
+    """This process."""
+    now = time.monotonic()
+    return {
+        "pid": os.getpid(),
+        "lifecycle": lifecycle.state.value,
+        "inflight": admission.inflight,
+        "waiting": registry.waiting,
+        "workers": [describe_worker(entry, registry, now) for entry in registry.entries.values()],
+    }
+
+
+def describe_all(own: dict[str, Any], told: Mapping[int, Telling]) -> dict[str, Any]:
+    """Several processes: workers as this one sees them, and sums of the rest. ``processes`` has those that answer."""
+    documents = {index: json.loads(said.status) for index, said in told.items() if said.status}
+    counts = {name: sum(document[name] for document in documents.values()) for name in ("inflight", "waiting")}
+    each = [
+        {"process": index, **{name: document[name] for name in ("pid", "lifecycle", "inflight", "waiting")}}
+        for index, document in documents.items()
+    ]
+    return own | counts | {"processes": each}
+
+
+def status_router(describe: Callable[[], dict[str, Any]], siblings: Siblings | None) -> APIRouter:
     router = APIRouter()
 
     @router.get("/status")
     async def status() -> JSONResponse:
-        now = time.monotonic()
-        return JSONResponse(
-            {
-                "lifecycle": lifecycle.state.value,
-                "inflight": admission.inflight,
-                "waiting": registry.waiting,
-                "workers": [describe_worker(entry, registry, now) for entry in registry.entries.values()],
-            }
-        )
+        own = describe()
+        return JSONResponse(own if siblings is None else describe_all(own, await siblings.tell()))
 
     return router

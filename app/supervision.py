@@ -1,0 +1,48 @@
+"""[P] When a process that ended is started again, and when that is hopeless. Times are in seconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from app.exit_codes import BAD_CONFIGURATION, DRAINED, OVERRAN
+
+QUICK_SECONDS: Final = 10.0
+"""A process that ended sooner is not started again at once a second time."""
+FIRST_DELAY_SECONDS: Final = 0.25
+MAX_DELAY_SECONDS: Final = 10.0
+STARTS_LIMIT: Final = 3
+"""So many starts that came to nothing, for each process there should be, while none serves: the supervisor ends."""
+
+
+@dataclass(slots=True)
+class Restarts:
+    """Of one process's place."""
+
+    quick: int = 0
+    """Ends in a row that came soon."""
+
+    def delay(self, lived: float) -> float:
+        """How long to wait before the next start, after a life of so many seconds."""
+        if lived >= QUICK_SECONDS:
+            self.quick = 0
+            return 0.0
+        self.quick += 1
+        if self.quick == 1:
+            return 0.0
+        return min(MAX_DELAY_SECONDS, FIRST_DELAY_SECONDS * 2.0 ** min(self.quick - 2, 16))
+
+
+def hopeless(code: int, *, failed_starts: int, places: int, serving: int) -> bool:
+    """Whether to give up after a start that came to nothing with this exit code."""
+    if serving:
+        return False
+    return code == BAD_CONFIGURATION or failed_starts >= STARTS_LIMIT * places
+
+
+def exit_code(codes: list[int]) -> int:
+    """The worst of the children's. A death by signal, as ``subprocess`` writes it (negative), is a failure."""
+    if OVERRAN in codes:
+        return OVERRAN
+    failures = [code if code > 0 else 1 for code in codes if code != DRAINED]
+    return failures[0] if failures else DRAINED

@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+import pytest
+
+from app.supervision import MAX_DELAY_SECONDS, QUICK_SECONDS, Restarts, exit_code, hopeless
+
+
+def test_who_ends_soon_waits_longer_and_longer() -> None:
+    restarts = Restarts()
+    assert [restarts.delay(1.0) for _ in range(5)] == [0, 0.25, 0.5, 1, 2]
+    assert [restarts.delay(1.0) for _ in range(20)][-1] == MAX_DELAY_SECONDS
+    assert restarts.delay(QUICK_SECONDS) == 0
+    assert restarts.delay(1.0) == 0
+
+
+@pytest.mark.parametrize(
+    ("code", "failed_starts", "serving", "expected"),
+    [
+        (1, 5, 0, False),
+        (1, 6, 0, True),
+        (1, 100, 1, False),
+        (2, 1, 0, True),
+        (2, 1, 1, False),
+        (-9, 6, 0, True),
+    ],
+)
+def test_when_to_give_up(code: int, failed_starts: int, serving: int, expected: bool) -> None:
+    assert hopeless(code, failed_starts=failed_starts, places=2, serving=serving) is expected
+
+
+@pytest.mark.parametrize(
+    ("codes", "worst"),
+    [([], 0), ([0, 0], 0), ([0, 70], 70), ([1, 70], 70), ([0, -9], 1), ([0, 2, 0], 2)],
+)
+def test_the_worst_code(codes: list[int], worst: int) -> None:
+    assert exit_code(codes) == worst
