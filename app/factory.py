@@ -39,6 +39,7 @@ from app.realtime import RealtimeLimits
 from app.realtime_connection import RealtimeSessions
 from app.registry import WorkerRegistry
 from app.relay import Relay, RelayLimits
+from app.routes.docs import docs_router
 from app.routes.health import health_router
 from app.routes.metrics import look_at, metrics_router
 from app.routes.openai import RelayEndpoint, models_router
@@ -250,6 +251,7 @@ def create_app(settings: GatewaySettings, sink: LogSink | None = None, place: Pl
     }
     app.include_router(health_router(lifecycle, registry, discovery, drain))
     app.include_router(models_router(registry, created=int(time.time())))
+    app.include_router(docs_router(version=metrics.version, authenticated=access.keys is not None))
     app.include_router(status_router(describe, siblings))
     app.include_router(metrics_router(metrics, look, siblings))
     app.include_router(realtime_router())

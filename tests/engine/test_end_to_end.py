@@ -6,8 +6,9 @@ import signal
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
-from openai import OpenAI
+from openai import BadRequestError, OpenAI
 
 from tests.support.machine import Machine
 from tests.support.processes import MS
@@ -44,6 +45,40 @@ def stream(client: OpenAI) -> str:
     return "".join(event.choices[0].delta.content or "" for event in events)
 
 
+def ask_in_other_forms(url: str, client: OpenAI, said: str) -> None:
+    """Every other route that this model serves, once through the gateway."""
+    question: Any = [{"role": "user", "content": QUESTION}]
+    response = client.responses.create(model="smollm2", input=question, temperature=0, max_output_tokens=24)
+    assert response.output_text == said
+    assert client.responses.create(model="smollm2", input="Hi", max_output_tokens=4, store=True).output
+    events = list(
+        client.responses.create(model="smollm2", input=question, temperature=0, max_output_tokens=24, stream=True)
+    )
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == said
+    assert events[-1].type in ("response.completed", "response.incomplete")
+    for lost in ({"previous_response_id": response.id}, {"background": True}):
+        with pytest.raises(BadRequestError) as refused:
+            client.responses.create(model="smollm2", input="Hi", **lost)  # type: ignore[call-overload]
+        assert refused.value.code == "unsupported_stateful"
+
+    with httpx.Client(base_url=url, timeout=60, trust_env=False) as plain:
+        body = {"model": "smollm2", "messages": question, "max_tokens": 24, "temperature": 0}
+        message = plain.post("/v1/messages", json=body).json()
+        assert message["content"][0]["text"] == said
+        stream = plain.post("/v1/messages", json=body | {"stream": True}).text
+        assert "event: message_stop" in stream
+        assert "worker_lost" not in stream
+        counted = plain.post("/v1/messages/count_tokens", json={"model": "smollm2", "messages": question}).json()
+        assert counted["input_tokens"] == message["usage"]["input_tokens"]
+        ids = plain.post("/tokenize", json={"model": "smollm2", "prompt": QUESTION}).json()["tokens"]
+        assert plain.post("/detokenize", json={"model": "smollm2", "tokens": ids}).json() == {"prompt": QUESTION}
+        for path in ("/v1/embeddings", "/rerank", "/score", "/classify", "/pooling"):
+            # Routes of models that this one is not: an error in the envelope, and no 5xx that looks like a failure.
+            answer = plain.post(path, json={"model": "smollm2", "input": "x"})
+            assert answer.status_code in (400, 404, 501), (path, answer.text)
+            assert answer.json()["error"]["message"]
+
+
 def roles(status: dict[str, Any]) -> dict[str, str]:
     return {name: engine["role"] for name, engine in status["pods"][0]["engines"].items()}
 
@@ -57,6 +92,7 @@ def test_the_next_request_after_a_kill_is_answered_by_the_other_engine(machine: 
         said = ask(client)
         assert "Paris" in said
         assert stream(client) == said
+        ask_in_other_forms(url, client, said)
         machine.descendants()
 
         machine.fault("kill-active")

@@ -15,7 +15,7 @@ MODEL = "sim"
 @pytest.fixture(scope="session")
 def base_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("sdk")
-    machine = Machine(folder / "run", folder, ("--pods", "2"), {})
+    machine = Machine(folder / "run", folder, ("--pods", "2"), {"HOTSPARE_SIM_TOKEN_SECONDS": "0.0005"})
     try:
         yield machine.until_ready()
     finally:
