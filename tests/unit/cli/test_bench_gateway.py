@@ -104,7 +104,8 @@ def test_a_failing_gateway_is_counted_and_gives_no_figure() -> None:
         sample("nginx", failed=7, problem="Failed(short=7)"),
     ]
     versions = {"direct": "", "hotspare": "0.1.0", "nginx": "1.22.1"}
-    report = summarise(samples, RATIOS, versions, {"skipped": {"vllm-router": "not installed"}})
+    machine = {"cores": 2, "load_average_before": [0.1, 0.0, 0.0]}
+    report = summarise(samples, RATIOS, versions, {"skipped": {"vllm-router": "not installed"}, "machine": machine})
     assert report["gateways"]["nginx"] == {"version": "1.22.1", "requests": 10, "failed": 7}
     assert report["vs"]["nginx"]["rps_c1"] is None
     assert report["problems"] == ["nginx, rps: Failed(short=7)"]
@@ -114,7 +115,9 @@ def test_a_failing_gateway_is_counted_and_gives_no_figure() -> None:
     assert "hotspare 0.1.0; nginx 1.22.1" in lines
     assert "nginx: 7 requests failed" in lines
     assert "not measured: vllm-router: not installed" in lines
-    assert not any("32 connections" in line for line in lines)
+    assert not any("32 connections" in line or "busy" in line for line in lines)
+    machine["load_average_before"] = [3.0, 0.0, 0.0]
+    assert any("load average 3.0 on 2 cores" in line for line in table(report, RATIOS))
 
 
 @pytest.mark.parametrize(

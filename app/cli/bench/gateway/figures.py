@@ -11,6 +11,8 @@ import msgspec
 OURS: Final = "hotspare"
 DIRECT: Final = "direct"
 """The base line: the load straight to one worker."""
+BUSY: Final = 0.3
+"""From this load average per core on, what else runs there decides about wall-clock figures."""
 
 
 class Quantiles(msgspec.Struct, frozen=True):
@@ -195,6 +197,12 @@ def table(report: Mapping[str, Any], ratios: Sequence[Ratio]) -> list[str]:
         )
     rows += ["", "; ".join(f"{name} {figures['version']}" for name, figures in gateways.items() if figures["version"])]
     rows += [f"{name}: {figures['failed']} requests failed" for name, figures in gateways.items() if figures["failed"]]
+    machine = report["machine"]
+    if machine["load_average_before"][0] > BUSY * machine["cores"]:
+        rows.append(
+            f"The machine was busy with other things (load average {machine['load_average_before'][0]:.1f} on "
+            f"{machine['cores']} cores): CPU time holds more or less, requests/s and times do not."
+        )
     rows += [f"not measured: {name}: {reason}" for name, reason in report["skipped"].items()]
     rows += [f"problem: {problem}" for problem in report["problems"]]
     return rows

@@ -42,6 +42,8 @@ class Surroundings(NamedTuple):
     folder: Path
     workers: tuple[int, ...]
     core: frozenset[int]
+    key: str
+    """What every gateway's clients show, and ours asks for."""
 
 
 class Running(NamedTuple):
@@ -50,15 +52,17 @@ class Running(NamedTuple):
     name: str
     port: int
     child: Child | None
-    headers: tuple[str, ...] = ()
+    key: str
 
 
 class Gateway(NamedTuple):
-    """One kind: its name, its version, and the command that starts it on a port in a folder."""
+    """One kind: its name, its version, and the command that starts it on a port in a folder. A guarded one must refuse
+    requests without the key."""
 
     name: str
     version: str
     command: Callable[[Surroundings, int], Sequence[str]]
+    guarded: bool = False
 
 
 def find(name: str, peers: Path) -> Gateway:
@@ -72,14 +76,17 @@ def find(name: str, peers: Path) -> Gateway:
 
 def _hotspare(_: Path) -> Gateway:
     def command(around: Surroundings, port: int) -> Sequence[str]:
+        keys = around.folder / "api-keys"
+        keys.touch(mode=0o600)
+        keys.write_text(around.key)
         return module_command(
             "app",
             *("--host", "127.0.0.1", "--port", str(port)),
             *("--workers", ",".join(f"127.0.0.1:{worker}" for worker in around.workers)),
-            *("--max-inflight", str(MAX_REQUESTS), "--log-format", "json"),
+            *("--api-keys-file", str(keys), "--max-inflight", str(MAX_REQUESTS), "--log-format", "json"),
         )
 
-    return Gateway(OURS, metadata.version("hotspare"), command)
+    return Gateway(OURS, metadata.version("hotspare"), command, guarded=True)
 
 
 _NGINX: Final = """
@@ -163,7 +170,7 @@ PEERS: Final = tuple(name for name in _FINDERS if name != OURS)
 
 def direct(around: Surroundings) -> Running:
     """The base line."""
-    return Running(DIRECT, around.workers[0], None)
+    return Running(DIRECT, around.workers[0], None, around.key)
 
 
 @contextlib.contextmanager
@@ -178,13 +185,15 @@ def started(gateway: Gateway, around: Surroundings) -> Iterator[Running]:
     environment = safe_environment(clean_environment(os.environ))
     with Child(around.launcher, gateway.command(around, port), cores=around.core, log=log, env=environment) as child:
         deadline = time.monotonic() + READY_SECONDS
-        while not _answers(port):
+        while not _answers(port, around.key):
             if child.code is not None:
                 raise BenchError(f"{gateway.name} ended with {child.code} at its start:\n{child.log_tail()}")
             if time.monotonic() > deadline:
                 raise BenchError(f"{gateway.name} did not answer within {READY_SECONDS:g} s:\n{child.log_tail()}")
             time.sleep(POLL_SECONDS)
-        yield Running(gateway.name, port, child)
+        if gateway.guarded and _answers(port, ""):
+            raise BenchError(f"{gateway.name} answers without the key: what would be measured is not what is meant")
+        yield Running(gateway.name, port, child, around.key)
 
 
 def free_port() -> int:
@@ -194,9 +203,9 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _answers(port: int) -> bool:
+def _answers(port: int, key: str) -> bool:
     try:
-        answer = ask(port, "/v1/chat/completions", PROBE)
+        answer = ask(port, "/v1/chat/completions", PROBE, key)
     except (OSError, ValueError):
         return False
     return isinstance(answer, dict) and "choices" in answer
@@ -205,10 +214,11 @@ def _answers(port: int) -> bool:
 _opener: Final = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
-def ask(port: int, path: str, body: bytes | None = None) -> object:
+def ask(port: int, path: str, body: bytes | None = None, key: str = "") -> object:
     """A JSON document of a server on this machine; with a body, posted."""
-    request = urllib.request.Request(
-        f"http://127.0.0.1:{port}{path}", data=body, headers={"content-type": "application/json"}
-    )
+    headers = {"content-type": "application/json"}
+    if key:
+        headers["authorization"] = f"Bearer {key}"
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data=body, headers=headers)
     with _opener.open(request, timeout=10) as response:
         return json.loads(response.read())

@@ -31,11 +31,12 @@ TTFT_INTERVAL_US: Final = 2_000
 HELD_TOKENS: Final = 500
 """What each slow stream has delivered when memory is read."""
 HELD_MORE_TOKENS: Final = 60
-"""And what is still to come then, one every three seconds until it is told to finish."""
-HELD_INTERVAL_US: Final = 3_000_000
+"""And what is still to come then, one every five seconds until it is told to finish."""
+HELD_INTERVAL_US: Final = 5_000_000
 HELD_BODY_BYTES: Final = 8 * 1024
 HELD_RAMP: Final = 1000
-HELD_SECONDS: Final = 150.0
+HELD_SECONDS: Final = 280.0
+"""All must have come before the first ones have sent everything."""
 
 
 class Bench(NamedTuple):
@@ -45,6 +46,7 @@ class Bench(NamedTuple):
     cores: Cores
     folder: Path
     workers: tuple[int, ...]
+    key: str
     seconds: float
 
 
@@ -95,9 +97,7 @@ class _Run(NamedTuple):
 
 
 def _options(running: Running, options: Mapping[str, float]) -> list[str]:
-    words = ["--port", str(running.port)]
-    for header in running.headers:
-        words += ["--header", header]
+    words = ["--port", str(running.port), "--header", f"authorization: Bearer {running.key}"]
     for name, value in options.items():
         words += [f"--{name.replace('_', '-')}", str(value)]
     return words
@@ -158,6 +158,7 @@ def _rps(bench: Bench, running: Running, round_: int) -> Iterator[Sample]:
         figures = {f"rps_c{connections}": run.load.requests_per_second}
         if connections == 32 and run.load.completed:
             figures["cpu_per_request_us"] = run.cpu_seconds / run.load.completed * 1e6
+            figures["busy_c32"] = run.cpu_seconds / run.load.seconds
         yield _sample(running, f"rps, {connections} connections", round_, run, figures)
 
 

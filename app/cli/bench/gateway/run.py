@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import secrets
 import signal
 import sys
 import tempfile
@@ -62,7 +63,7 @@ def measure(plan: Plan, say: Say) -> dict[str, Any]:
         tools = build(folder)
         found = _find(plan, skipped)
         with mock_workers(tools, cores, folder) as workers:
-            bench = Bench(tools, cores, folder, workers, plan.seconds)
+            bench = Bench(tools, cores, folder, workers, secrets.token_urlsafe(), plan.seconds)
             samples = _in_turns(bench, found, plan, skipped, say)
             samples += _memory(bench, found, plan, skipped, descriptors, say)
     versions = {DIRECT: ""} if any(sample.gateway == DIRECT for sample in samples) else {}
@@ -80,10 +81,14 @@ def _find(plan: Plan, skipped: dict[str, str]) -> list[Gateway]:
     return found
 
 
+def _around(bench: Bench) -> Surroundings:
+    return Surroundings(bench.tools.launch, bench.folder, bench.workers, bench.cores.gateway, bench.key)
+
+
 @contextmanager
 def _up(bench: Bench, found: Sequence[Gateway], skipped: dict[str, str], say: Say) -> Iterator[list[Running]]:
     """All of them, warm. A peer that does not start is skipped; without ours there is nothing to measure."""
-    around = Surroundings(bench.tools.launch, bench.folder, bench.workers, bench.cores.gateway)
+    around = _around(bench)
     with ExitStack() as stack:
         running: list[Running] = []
         for gateway in found:
@@ -109,8 +114,7 @@ def _in_turns(bench: Bench, found: Sequence[Gateway], plan: Plan, skipped: dict[
     if not wanted:
         return samples
     with _up(bench, found, skipped, say) as running:
-        around = Surroundings(bench.tools.launch, bench.folder, bench.workers, bench.cores.gateway)
-        order = [gateways.direct(around), *running]
+        order = [gateways.direct(_around(bench)), *running]
         for round_ in range(plan.rounds):
             for name in wanted:
                 say(f"round {round_ + 1} of {plan.rounds}: {name}")
