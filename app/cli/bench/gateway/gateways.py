@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import shutil
 import socket
 import subprocess
@@ -76,17 +77,23 @@ def find(name: str, peers: Path) -> Gateway:
 
 def _hotspare(_: Path) -> Gateway:
     def command(around: Surroundings, port: int) -> Sequence[str]:
-        keys = around.folder / "api-keys"
-        keys.touch(mode=0o600)
-        keys.write_text(around.key)
+        keys = _secret(around.folder / "api-keys", around.key)
+        token = _secret(around.folder / "worker-token", secrets.token_urlsafe())
         return module_command(
             "app",
             *("--host", "127.0.0.1", "--port", str(port)),
             *("--workers", ",".join(f"127.0.0.1:{worker}" for worker in around.workers)),
-            *("--api-keys-file", str(keys), "--max-inflight", str(MAX_REQUESTS), "--log-format", "json"),
+            *("--api-keys-file", str(keys), "--worker-token-file", str(token)),
+            *("--max-inflight", str(MAX_REQUESTS), "--log-format", "json"),
         )
 
     return Gateway(OURS, metadata.version("hotspare"), command, guarded=True)
+
+
+def _secret(path: Path, value: str) -> Path:
+    path.touch(mode=0o600)
+    path.write_text(value)
+    return path
 
 
 _NGINX: Final = """
