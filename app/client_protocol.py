@@ -181,10 +181,19 @@ class ClientProtocol(HttpToolsProtocol):
             self._arm()
 
     def on_message_begin(self) -> None:
-        super().on_message_begin()
+        self.url = b""
+        self.headers = []
+        self.expect_100_continue = False
         self._in_message = self._head_open = True
         self._head_bytes = self._fields_bytes = self._framing_bytes = 0
         self._looked_at = []
+
+    def _begin_scope(self) -> None:
+        """What uvicorn does when a message begins; only the application needs it."""
+        url, headers, expects = self.url, self.headers, self.expect_100_continue
+        super().on_message_begin()
+        self.url, self.headers, self.expect_100_continue = url, headers, expects
+        self.scope["headers"] = headers
         self.scope["extensions"] = {WRITTEN: {"wait": self.written}}
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -212,6 +221,7 @@ class ClientProtocol(HttpToolsProtocol):
         if endpoint is not None:
             self._serve_directly(endpoint)
         else:
+            self._begin_scope()
             super().on_headers_complete()
 
     def _check_head(self) -> DirectEndpoint | None:

@@ -19,6 +19,8 @@ from app.relayed import RelayRequest, Report
 class Delivery:
     """An attempt's ``Answer``."""
 
+    __slots__ = ("_delivered", "_downstream", "_event_stream", "_head_sent", "_report", "_request", "sent_at")
+
     def __init__(self, request: RelayRequest, downstream: Downstream, report: Report) -> None:
         self._request = request
         self._downstream = downstream

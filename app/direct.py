@@ -219,7 +219,7 @@ class DirectCycle:
 
     def settle(self, then: Callable[[], None]) -> None:
         """Small rests are left to the transport, which a drain waits for (``server``)."""
-        self._observer = None
+        self._observer = self._arrival = None
         if not (self.response_complete or self.disconnected):
             self._transport.close()
         if self._stall is None or self.disconnected:

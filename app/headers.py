@@ -59,23 +59,28 @@ def client_request_id(headers: Iterable[Header]) -> bytes | None:
     return given if given is not None and _SAFE_ID.fullmatch(given) else None
 
 
-def _named_by_connection(headers: Iterable[Header]) -> frozenset[bytes]:
-    values = [item[1] for item in headers if item[0] == b"connection"]
-    if not values or (len(values) == 1 and values[0].lower() in (b"keep-alive", b"close")):
-        return frozenset()
-    return frozenset(token.strip().lower() for value in values for token in value.split(b","))
+def _end_to_end(headers: Iterable[Header], withheld: frozenset[bytes]) -> list[Header]:
+    """Without ``withheld``, which has the hop-by-hop ones, those that ``connection`` names, and ours."""
+    named: list[bytes] = []
+    kept = []
+    for item in headers:
+        name = item[0]
+        if name in withheld:
+            if name == b"connection":
+                named += item[1].lower().split(b",")
+        elif not name.startswith(_PREFIX):
+            kept.append(item)
+    if named:
+        dropped = {token.strip() for token in named}
+        kept = [item for item in kept if item[0] not in dropped]
+    return kept
 
 
 def upstream_headers(
     headers: Sequence[Header], *, length: int, client_id: bytes, gateway_id: bytes, streaming: bool
 ) -> bytes:
     """Header lines of a request to a worker, without ``host`` and without the empty line."""
-    dropped = _named_by_connection(headers)
-    lines = [
-        b"%b: %b\r\n" % item
-        for item in headers
-        if item[0] not in _NOT_UPSTREAM and item[0] not in dropped and not item[0].startswith(_PREFIX)
-    ]
+    lines = [b"%b: %b\r\n" % item for item in _end_to_end(headers, _NOT_UPSTREAM)]
     lines.append(
         b"accept-encoding: identity\r\ncontent-length: %d\r\nx-request-id: %b\r\n%b: %b\r\n"
         % (length, client_id, _OURS, gateway_id)
@@ -87,12 +92,7 @@ def upstream_headers(
 
 def downstream_headers(headers: Sequence[Header], *, request_id: bytes) -> list[Header]:
     """A worker's response headers as the client gets them, without a length."""
-    dropped = _named_by_connection(headers)
-    kept = [
-        (name, value)
-        for name, value in headers
-        if name not in _NOT_DOWNSTREAM and name not in dropped and not name.startswith(_PREFIX)
-    ]
+    kept = _end_to_end(headers, _NOT_DOWNSTREAM)
     kept.append((REQUEST_ID, request_id))
     return kept
 

@@ -207,6 +207,7 @@ class Arrival:
         self._downstream.settle(self._account)
 
     def _account(self) -> None:
+        self._exchange = None  # no circle is left for the collector
         token, self._token = self._token, None
         if token is not None:
             token.release()

@@ -116,6 +116,26 @@ class Relay:
 class Exchange:
     """One request on its way: a ``DownstreamObserver``."""
 
+    __slots__ = (
+        "_attempt",
+        "_attempt_since",
+        "_delivery",
+        "_downstream",
+        "_ended",
+        "_limits",
+        "_lines",
+        "_on_end",
+        "_paused",
+        "_pending",
+        "_registry",
+        "_relay",
+        "_report",
+        "_request",
+        "_search",
+        "_timer",
+        "_token",
+    )
+
     def __init__(
         self,
         relay: Relay,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import ipaddress
 import logging
 import os
@@ -95,6 +96,9 @@ class GatewayServer(Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        # What is here now stays: the collector, which runs while requests wait, need not look at it again and again.
+        gc.collect()
+        gc.freeze()
         for listener in sockets or []:
             host, port = listener.getsockname()[:2]
             logger.info("listening on http://%s", Address(host, port))

@@ -141,7 +141,8 @@ class UpstreamConnection(asyncio.Protocol):
         if not self.usable:
             raise UpstreamError(Break.UNSENT)
         self._sink = sink
-        self._parser = httptools.HttpResponseParser(self)
+        if self._parser is None:
+            self._parser = httptools.HttpResponseParser(self)
         self._headers: list[Header] = []
         self._chunks: list[bytes] = []
         self._head_bytes = 0
