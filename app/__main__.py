@@ -101,7 +101,7 @@ def raise_file_limit() -> None:
 
 
 @contextlib.contextmanager
-def announced(run_dir: Path | None, host: str, port: int) -> Iterator[Path | None]:
+def announced(run_dir: Path | None, host: str, port: int, *, certificate: Path | None = None) -> Iterator[Path | None]:
     """Have ``gateway.json`` in the run folder while the gateway runs; it appears whole or not at all.
 
     Raises:
@@ -112,7 +112,9 @@ def announced(run_dir: Path | None, host: str, port: int) -> Iterator[Path | Non
         return
     path = run_dir / "gateway.json"
     partial = run_dir / f".gateway.json.{os.getpid()}"
-    document = {"pid": os.getpid(), "host": host, "port": port}
+    document: dict[str, object] = {"pid": os.getpid(), "host": host, "port": port}
+    if certificate is not None:  # by which commands know us
+        document["tls_certificate"] = os.path.abspath(certificate)
     try:
         run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         with open(partial, "w", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
@@ -143,7 +145,7 @@ def run(settings: GatewaySettings, arguments: Sequence[str]) -> int:
     # What can fail quickly has been checked; the server's own imports take half a second.
     with contextlib.closing(bind(settings.host, settings.port)) as listener:
         host, port = listener.getsockname()[:2]
-        with announced(settings.run_dir, host, port) as announcement:
+        with announced(settings.run_dir, host, port, certificate=settings.tls_certificate) as announcement:
             if settings.processes > 1:
                 return supervise(settings, listener, arguments)
             return serve(settings, listener, on_forced_exit=lambda: withdraw(announcement))
@@ -171,10 +173,12 @@ def serve(
 
 def supervise(settings: GatewaySettings, listener: socket.socket, arguments: Sequence[str]) -> int:
     """Have several processes serve from this socket until they are drained; returns the exit code."""
+    from app.access import Access
     from app.logs import configure_logging
     from app.supervisor import Supervisor, meeting_place
 
     configure_logging(settings.log_format, settings.log_level)
+    Access(settings)  # a file that cannot be used is said here, once, and not by each child
     with meeting_place() as folder:
         listener.listen(BACKLOG)
         return Supervisor(

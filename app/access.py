@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from app.credentials import ApiKeys, parse_key_file
 from app.settings import GatewaySettings
 from app.start_error import StartError
+from app.tls import ServerTls
 from app.watched_files import WatchedFiles, read_text
 from app.worker_token import WorkerToken
 from workers.contract import WorkerTokenError, parse_worker_tokens
@@ -21,7 +22,8 @@ from workers.contract import WorkerTokenError, parse_worker_tokens
 class Access:
     """What is checked at the gateway's doors. Use :meth:`followed` while the gateway runs.
 
-    ``keys`` is ``None`` where everybody is let in; ``worker_token`` is what this gateway shows to workers.
+    ``keys`` is ``None`` where everybody is let in; ``worker_token`` is what this gateway shows to workers. ``tls`` is
+    ``None`` where it speaks plain HTTP.
     """
 
     def __init__(self, settings: GatewaySettings) -> None:
@@ -33,6 +35,7 @@ class Access:
         self._keys_file = settings.api_keys_file
         self.keys = self._api_keys()
         self.worker_token = self._worker_token(settings)
+        self.tls = self._tls(settings)
 
     @asynccontextmanager
     async def followed(self) -> AsyncIterator[None]:
@@ -71,6 +74,15 @@ class Access:
             return parse_key_file(text)
         except ValueError as error:
             raise StartError(f"{self._keys_file}: {error}") from None
+
+    def _tls(self, settings: GatewaySettings) -> ServerTls | None:
+        certificate, key = settings.tls_certificate, settings.tls_key
+        if certificate is None or key is None:  # the settings see to it that it is both or neither
+            return None
+        watched = WatchedFiles(certificate, key)
+        tls = ServerTls(certificate, key)
+        self._files.append((watched, tls.reload))
+        return tls
 
     def _worker_token(self, settings: GatewaySettings) -> WorkerToken:
         """The variable's, or else the first one of the file."""

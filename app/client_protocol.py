@@ -31,13 +31,16 @@ from app.headers import client_request_id
 from app.intake import RequestIds
 from app.openai.errors import GatewayError, Header, head_too_large, head_too_slow, malformed_request, method_not_allowed
 from app.request_head import LOOKED_AT, check_fields, check_target
+from app.tls import ServerTls
 from app.websocket import WebSocketProtocol, is_handshake
 
 MAX_HEAD_BYTES = 64 * 1024
+TLS_LOOK_SECONDS = 0.02
 MAX_FRAMING_BYTES = 16 * 1024
 """Of a body's trailers, or of one chunk's extensions."""
 MAX_PIPELINED = 64
 """Requests of one connection that wait for the answer to an earlier one."""
+HANDSHAKE_SECONDS = 10.0
 HEAD_SECONDS = 30.0
 """How long a client may take to send a request's head, counted from its connection or from the head's first byte."""
 
@@ -52,9 +55,14 @@ class ClientConfig(Config):
         head_seconds: float,
         direct: Mapping[bytes, DirectEndpoint] | None = None,
         ids: RequestIds | None = None,
+        tls: ServerTls | None = None,
+        handshake_seconds: float = HANDSHAKE_SECONDS,
+        http: type[asyncio.Protocol] | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(app, http=ClientProtocol, **options)
+        super().__init__(app, http=http or ClientProtocol, **options)
+        self.tls = tls
+        self.handshake_seconds = handshake_seconds
         self.head_seconds = head_seconds
         self.direct = dict(direct or {})
         self.ids = ids or RequestIds()
@@ -98,6 +106,8 @@ class ClientProtocol(HttpToolsProtocol):
         """What is wrong with what the parser is reading, if we know better than the parser."""
         self._refused = False
         self._lost = False
+        self.socket_transport: asyncio.Transport | None = None
+        """The one under ``transport``, where that one is TLS."""
         self._arriving: DirectCycle | None = None
         """Its head is complete, and it is its turn; it starts with its body, or when this read is over."""
         self._serving: DirectCycle | None = None
@@ -395,11 +405,9 @@ class ClientProtocol(HttpToolsProtocol):
     def close_slowly(self) -> None:
         """End what we send, and read on for a moment: closing while bytes arrive could take the answer away from the
         client (RFC 9112, section 9.6)."""
-        if self.transport.can_write_eof():
+        if self.transport.can_write_eof():  # TLS has no half of a close
             self.transport.write_eof()
-            self.loop.call_later(LINGER_SECONDS, self.transport.close)
-        else:
-            self.transport.close()
+        self.loop.call_later(LINGER_SECONDS, self.transport.close)
 
     # The answer's way out
 
@@ -412,7 +420,7 @@ class ClientProtocol(HttpToolsProtocol):
 
     def cut(self) -> bool:
         """Close at once if something was not yet taken; returns whether that was so."""
-        if self._lost or not self.transport.get_write_buffer_size():
+        if self._lost or not self.unsent():
             return False
         self.transport.abort()
         return True
@@ -420,8 +428,11 @@ class ClientProtocol(HttpToolsProtocol):
     async def written(self, patience: float) -> None:
         """An ``asgi.Written``. Returns too when the connection is gone."""
         await asyncio.sleep(0)  # what fits into the socket is there at the end of this turn of the loop
-        left = 0 if self._lost else self.transport.get_write_buffer_size()
+        left = 0 if self._lost else self.unsent()
         if not left:
+            return
+        if self.socket_transport is not None:
+            await self._written_in_tls(patience)
             return
         self.transport.set_write_buffer_limits(high=0)  # so that "may write again" means that all is written
         try:
@@ -438,6 +449,23 @@ class ClientProtocol(HttpToolsProtocol):
         finally:
             if not self._lost:
                 self.transport.set_write_buffer_limits()
+
+    async def _written_in_tls(self, patience: float) -> None:
+        """Nobody tells when the transport under TLS has written all, so this looks."""
+        left, since = self.unsent(), self.loop.time()
+        while left and not self._lost:
+            await asyncio.sleep(TLS_LOOK_SECONDS)
+            before, left = left, self.unsent()
+            if left < before:
+                since = self.loop.time()
+            elif left and self.loop.time() - since >= patience:
+                self.transport.abort()
+                return
+
+    def unsent(self) -> int:
+        """Bytes that the socket has not taken yet."""
+        under = self.socket_transport
+        return self.transport.get_write_buffer_size() + (0 if under is None else under.get_write_buffer_size())
 
 
 def _reason(error: Exception) -> str:

@@ -154,7 +154,7 @@ class DirectCycle:
     def pause_writing(self) -> None:
         if self._observer is not None:
             self._observer.pause()
-        self._stalled_at = self._transport.get_write_buffer_size()
+        self._stalled_at = self._protocol.unsent()
         self._stall = self._protocol.loop.call_later(self._endpoint.write_timeout, self._look_at_progress)
 
     def resume_writing(self) -> None:
@@ -245,7 +245,7 @@ class DirectCycle:
 
     def _look_at_progress(self) -> None:
         self._stall = None
-        left = self._transport.get_write_buffer_size()
+        left = self._protocol.unsent()
         if left >= self._stalled_at:
             self._transport.abort()
         else:

@@ -173,7 +173,7 @@ def create_app(settings: GatewaySettings, sink: LogSink | None = None, place: Pl
 
     drain = DrainProgress()
     sessions = RealtimeSessions(lifecycle, limit=settings.max_realtime_sessions)
-    look = look_at(metrics, lifecycle, admission, registry, discovery, drain, sink, sessions)
+    look = look_at(metrics, lifecycle, admission, registry, discovery, drain, sink, sessions, access.tls)
 
     def describe() -> dict[str, Any]:
         return describe_gateway(lifecycle, admission, registry)

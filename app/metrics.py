@@ -33,6 +33,7 @@ from app.families import Family, Rule, Sample, merge
 from app.lifecycle import Lifecycle
 from app.liveness import WorkerState
 from app.registry import WorkerRegistry
+from app.tls import ServerTls
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -50,6 +51,7 @@ GAUGE_MERGE: Final[Mapping[str, Rule]] = MappingProxyType(
         "hotspare_inflight_requests": "sum",
         "hotspare_lifecycle": "max",
         "hotspare_realtime_sessions": "sum",
+        "hotspare_tls_certificate_expiry_timestamp_seconds": "min",
         "hotspare_waiting_requests": "sum",
         "hotspare_worker_epoch": "max",
         "hotspare_worker_routable": "max",
@@ -216,6 +218,12 @@ class GatewayMetrics:
             registry=own,
         )
         self._discovered = Gauge("hotspare_discovered_workers", "Addresses of workers in use.", registry=own)
+        self._certificate = Gauge(
+            "hotspare_tls_certificate_expiry_timestamp_seconds",
+            "Until when the certificate that clients are shown is valid; Unix time.",
+            ["certificate"],  # without TLS there is none, and no date to be alarmed about
+            registry=own,
+        )
         self._shown: set[str] = set()
         """Addresses that have series."""
 
@@ -250,6 +258,7 @@ class GatewayMetrics:
         log_lines_dropped: int,
         registry: WorkerRegistry,
         discovery: Discovery,
+        tls: ServerTls | None = None,
     ) -> None:
         """Take over what is derived elsewhere, just before it is read."""
         self._log_dropped.inc(log_lines_dropped - self._log_dropped_before)
@@ -264,6 +273,8 @@ class GatewayMetrics:
         self._discovery_up.set(discovery.up)
         self._discovery_at.set(discovery.picture.succeeded_at)
         self._discovered.set(len(registry.entries))
+        if tls is not None:
+            self._certificate.labels(str(tls.certificate)).set(tls.expires_at)
         self._look_at_workers(registry)
 
     def _look_at_workers(self, registry: WorkerRegistry) -> None:

@@ -26,6 +26,7 @@ from app.exit_codes import DRAINED, OVERRAN
 from app.factory import GatewayApp
 from app.lifecycle import Lifecycle, LifecycleEvent
 from app.listener import BACKLOG
+from app.tls_front import TlsFront
 from app.websocket import PING_SECONDS, WebSocketProtocol
 
 logger = logging.getLogger(__name__)
@@ -59,6 +60,9 @@ class GatewayServer(Server):
                 head_seconds=head_seconds,
                 direct=app.direct,
                 ids=app.ids,
+                tls=app.gateway.access.tls,
+                handshake_seconds=app.gateway.settings.tls_handshake_timeout_seconds,
+                http=None if app.gateway.access.tls is None else TlsFront,
                 loop="uvloop",
                 ws=WebSocketProtocol,
                 ws_max_size=WEBSOCKET_FACTOR * app.gateway.settings.max_realtime_event_bytes,
@@ -101,7 +105,10 @@ class GatewayServer(Server):
         gc.freeze()
         for listener in sockets or []:
             host, port = listener.getsockname()[:2]
-            logger.info("listening on http://%s", Address(host, port))
+            tls = self._gateway.access.tls
+            logger.info("listening on %s://%s", "http" if tls is None else "https", Address(host, port))
+            if tls is not None:
+                logger.info("the TLS certificate is %s", tls.validity)
             if self._gateway.access.keys is None and not is_loopback(host):
                 logger.warning(
                     "%s can be reached from other machines, and no API keys are set: whoever reaches it may use it; "

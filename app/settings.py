@@ -104,6 +104,14 @@ class GatewaySettings(BaseSettings):
     """Further keys, one a line; ``#`` begins a comment. Read again within seconds when it changes. With an empty file,
     nobody is let in."""
 
+    tls_certificate: Path | None = None
+    """Certificate in PEM form, with its chain: the gateway then speaks HTTPS only. Read again within seconds when it or
+    the key changes; a pair that cannot be used changes nothing."""
+    tls_key: Path | None = None
+    """The certificate's key, in PEM form and not encrypted."""
+    tls_handshake_timeout_seconds: Seconds = 10.0
+    """How long a client may take for its TLS handshake."""
+
     worker_token: Annotated[SecretStr, AfterValidator(_token)] | None = None
     """Shown to workers, which have the same setting and serve nobody else. Has no flag: those can be read by others."""
     worker_token_file: Path | None = None
@@ -182,4 +190,10 @@ class GatewaySettings(BaseSettings):
             raise ValueError(f"{' and '.join(given)} are set; workers are found in one way: unset all but one of them")
         if self.workers_kubernetes is not None and not self.kubernetes_api:
             raise ValueError("workers_kubernetes needs an API server: run in a pod, or set kubernetes_api")
+        return self
+
+    @model_validator(mode="after")
+    def _whole_pair(self) -> Self:
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            raise ValueError("tls_certificate and tls_key belong together: set both, or neither")
         return self

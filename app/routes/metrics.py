@@ -18,6 +18,7 @@ from app.metrics import CONTENT_TYPE, GatewayMetrics, merged_text
 from app.realtime_connection import RealtimeSessions
 from app.registry import WorkerRegistry
 from app.siblings import Siblings
+from app.tls import ServerTls
 
 
 def look_at(
@@ -29,6 +30,7 @@ def look_at(
     drain: DrainProgress,
     sink: LogSink | None,
     sessions: RealtimeSessions,
+    tls: ServerTls | None,
 ) -> Callable[[], None]:
     """What brings the metrics up to date, just before they are read."""
 
@@ -42,6 +44,7 @@ def look_at(
             log_lines_dropped=0 if sink is None else sink.dropped,
             registry=registry,
             discovery=discovery,
+            tls=tls,
         )
 
     return look

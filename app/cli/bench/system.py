@@ -119,6 +119,11 @@ class System:
         return time.monotonic()
 
 
+def plain_http(environment: Mapping[str, str]) -> dict[str, str]:
+    """Without TLS settings: what is measured here is not the handshake."""
+    return {name: value for name, value in environment.items() if not name.upper().startswith("HOTSPARE_TLS_")}
+
+
 async def _start(run_dir: Path, *, flags: Sequence[str], env: Mapping[str, str]) -> asyncio.subprocess.Process:
     os.makedirs(run_dir, mode=0o700)
     log = os.open(run_dir / "up.log", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -129,7 +134,7 @@ async def _start(run_dir: Path, *, flags: Sequence[str], env: Mapping[str, str])
             stdin=asyncio.subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            env={**safe_environment(os.environ), **env, "HOTSPARE_PARENT_PID": str(os.getpid())},
+            env={**plain_http(safe_environment(os.environ)), **env, "HOTSPARE_PARENT_PID": str(os.getpid())},
             start_new_session=True,
         )
     finally:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import signal
+import ssl
 import stat
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
 import pytest
 
+from tests.support.certificates import make_pair
 from tests.support.machine import StartUp, hotspare
+from tests.support.processes import until
 from workers.contract import HEADER_WORKER_TOKEN, WATCH_PATH
 
 pytestmark = pytest.mark.process
@@ -68,6 +73,40 @@ def test_who_gets_in_where(start_up: StartUp) -> None:
     written += [path.read_text() for path in machine.run_dir.rglob("*.json")]
     assert not any(secret in text for secret in (KEY, OTHER, token) for text in written)
     assert stat.S_IMODE((machine.run_dir / "gateway.json").stat().st_mode) == 0o600
+
+
+def test_over_tls(start_up: StartUp, tmp_path: Path) -> None:
+    pair = make_pair(tmp_path / "tls")
+    machine = start_up(
+        *("--no-gms", "--shadows", "0"),
+        HOTSPARE_TLS_CERTIFICATE=str(pair.certificate),
+        HOTSPARE_TLS_KEY=str(pair.key),
+    )
+    url = machine.until_ready()
+    assert url.startswith("https://127.0.0.1:")
+    assert f"curl -N --cacert {pair.certificate} https://" in machine.up.output()
+    verify = ssl.create_default_context(cafile=pair.certificate)
+    assert httpx.get(f"{url}/health", verify=verify, trust_env=False).json()["status"] == "ready"
+    assert machine.status_command()["gateway"]["lifecycle"] == "ready"
+    pair.replace(make_pair(tmp_path / "other"))
+
+    def shown() -> bool:
+        answer = httpx.get(
+            f"{url}/metrics", verify=ssl.create_default_context(cafile=pair.certificate), trust_env=False
+        )
+        return answer.status_code == 200
+
+    until(lambda: not raises(shown), saying="the new certificate is shown")
+    assert machine.status_command()["gateway"]["lifecycle"] == "ready"
+    machine.up.popen.send_signal(signal.SIGTERM)
+    assert machine.up.popen.wait(20) == 0
+
+
+def raises(ask: Callable[[], bool]) -> bool:
+    try:
+        return not ask()
+    except httpx.ConnectError:  # what it shows is not trusted
+        return True
 
 
 def test_a_key_that_the_gateway_does_not_know_ends_it_with_a_sentence(start_up: StartUp) -> None:
