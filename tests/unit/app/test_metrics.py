@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
+from pathlib import Path
 
 from app.discovery.follower import Discovery
 from app.discovery.sources import StaticSource
@@ -44,6 +45,13 @@ def test_names_are_ours_and_in_base_units() -> None:
         assert family.documentation.endswith("."), family.name
         if family.name.startswith("hotspare_"):
             assert BASE_UNITS.search(family.name), family.name
+
+
+def test_every_metric_is_in_the_docs() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "operations.md").read_text()
+    for family in GatewayMetrics().collectors.collect():
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        assert f"`{name}`" in page, f"{name} belongs into the table in docs/operations.md"
 
 
 async def test_requests_count_under_route_model_and_status() -> None:
