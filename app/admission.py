@@ -6,11 +6,15 @@ A token is held from admission to the last byte, for HTTP bodies now and for ses
 from __future__ import annotations
 
 import asyncio
+import random
+import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
 from app.lifecycle import LifecycleMachine
 from app.openai.errors import draining, overloaded
+from app.service_rate import Appointments
 
 
 class InflightToken:
@@ -36,9 +40,15 @@ class InflightToken:
 
 
 class AdmissionController:
-    def __init__(self, lifecycle: LifecycleMachine, *, limit: int) -> None:
+    """``per_second``: how many requests end in a second, as far as that is known."""
+
+    def __init__(
+        self, lifecycle: LifecycleMachine, *, limit: int, per_second: Callable[[], float] | None = None
+    ) -> None:
         self._lifecycle = lifecycle
         self._limit = limit
+        self._per_second = per_second
+        self._appointments = Appointments()
         self._inflight = 0
         self._idle: list[asyncio.Future[None]] = []
 
@@ -53,9 +63,13 @@ class AdmissionController:
         if not self._lifecycle.admits:
             raise draining()
         if self._inflight >= self._limit:
-            raise overloaded(self._limit)
+            raise overloaded(self._limit, retry_after=self._retry_after())
         self._inflight += 1
         return InflightToken(self)
+
+    def _retry_after(self) -> float:
+        rate = 0.0 if self._per_second is None else self._per_second()
+        return self._appointments.make(time.monotonic(), rate, random.random())  # noqa: S311
 
     async def wait_idle(self) -> None:
         """Return once nothing is in flight. The caller sets the deadline."""

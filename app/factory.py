@@ -49,6 +49,7 @@ from app.routing import RoundRobinRouter
 from app.settings import GatewaySettings
 from app.siblings import Place, Siblings
 from app.start_error import StartError
+from app.waiting import WaitQueue
 
 if TYPE_CHECKING:
     from app.tracing import Tracing
@@ -70,6 +71,7 @@ class Gateway:
     registry: WorkerRegistry
     discovery: Discovery
     relay: Relay
+    queue: WaitQueue
     intake: Intake
     metrics: GatewayMetrics
     drain: DrainProgress
@@ -137,7 +139,6 @@ def create_app(settings: GatewaySettings, sink: LogSink | None = None, place: Pl
     """
     access = Access(settings)
     lifecycle = LifecycleMachine(_log_lifecycle)
-    admission = AdmissionController(lifecycle, limit=settings.max_inflight)
     metrics = GatewayMetrics()
     ids = RequestIds()
     registry = WorkerRegistry(
@@ -146,10 +147,13 @@ def create_app(settings: GatewaySettings, sink: LogSink | None = None, place: Pl
         token=access.worker_token,
     )
     discovery = Discovery(_source(settings), registry, on_discovered=lambda: _discovered(lifecycle))
+    queue = WaitQueue(registry, limit=settings.max_queued)
+    admission = AdmissionController(lifecycle, limit=settings.max_inflight, per_second=queue.per_second)
     relay = Relay(
         registry=registry,
         router=RoundRobinRouter(),
         token=access.worker_token,
+        queue=queue,
         limits=RelayLimits(
             wait_for_worker=settings.wait_for_worker_seconds,
             first_byte=settings.first_byte_timeout_seconds,
@@ -173,10 +177,10 @@ def create_app(settings: GatewaySettings, sink: LogSink | None = None, place: Pl
 
     drain = DrainProgress()
     sessions = RealtimeSessions(lifecycle, limit=settings.max_realtime_sessions)
-    look = look_at(metrics, lifecycle, admission, registry, discovery, drain, sink, sessions, access.tls)
+    look = look_at(metrics, lifecycle, admission, registry, discovery, drain, sink, sessions, access.tls, queue)
 
     def describe() -> dict[str, Any]:
-        return describe_gateway(lifecycle, admission, registry)
+        return describe_gateway(lifecycle, admission, registry, queue)
 
     def look_for_siblings() -> tuple[tuple[Family, ...], bytes]:
         look()
@@ -212,6 +216,7 @@ def create_app(settings: GatewaySettings, sink: LogSink | None = None, place: Pl
         registry=registry,
         discovery=discovery,
         relay=relay,
+        queue=queue,
         intake=intake,
         metrics=metrics,
         drain=drain,

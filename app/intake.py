@@ -236,6 +236,10 @@ def account(
         inter_token_seconds=report.event_seconds,
     )
     error = report.error
+    if report.waited:
+        intake.metrics.waited(report.waited)
+    if error is not None and error.refusal:
+        intake.metrics.refused(error.refusal)
     if report.retries or report.disconnected or error is not None:
         intake.metrics.trouble(
             route=route.name,

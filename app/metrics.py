@@ -52,7 +52,7 @@ GAUGE_MERGE: Final[Mapping[str, Rule]] = MappingProxyType(
         "hotspare_lifecycle": "max",
         "hotspare_realtime_sessions": "sum",
         "hotspare_tls_certificate_expiry_timestamp_seconds": "min",
-        "hotspare_waiting_requests": "sum",
+        "hotspare_queued_requests": "sum",
         "hotspare_worker_epoch": "max",
         "hotspare_worker_routable": "max",
         "hotspare_worker_state": "max",
@@ -178,7 +178,16 @@ class GatewayMetrics:
             "hotspare_gateway_errors", "Errors that the gateway itself reported.", ["route", "code"], registry=own
         )
         self._inflight = Gauge("hotspare_inflight_requests", "Requests in flight.", registry=own)
-        self._waiting = Gauge("hotspare_waiting_requests", "Requests waiting for a worker.", registry=own)
+        self._queued = Gauge("hotspare_queued_requests", "Requests in line for a worker.", registry=own)
+        self._queue_wait = Histogram(
+            "hotspare_queue_wait_seconds",
+            "How long requests stood in line for a worker, of those that did.",
+            buckets=_SECONDS,
+            registry=own,
+        )
+        self._refused = Counter(
+            "hotspare_refused_requests", "Requests that there was no room for, by reason.", ["reason"], registry=own
+        )
         self._sessions = Gauge("hotspare_realtime_sessions", "Realtime sessions that are open.", registry=own)
         self._lifecycle = Gauge("hotspare_lifecycle", "1 for the state the gateway is in.", ["state"], registry=own)
         self._state = Gauge(
@@ -248,11 +257,18 @@ class GatewayMetrics:
     def drain_cut(self, requests: int) -> None:
         self._drain_cut.inc(requests)
 
+    def waited(self, seconds: float) -> None:
+        self._queue_wait.observe(seconds)
+
+    def refused(self, reason: str) -> None:
+        self._refused.labels(reason).inc()
+
     def look(
         self,
         *,
         lifecycle: Lifecycle,
         inflight: int,
+        queued: int,
         drain_stage: DrainStage,
         drain_remaining: float,
         log_lines_dropped: int,
@@ -267,7 +283,7 @@ class GatewayMetrics:
         for step in DrainStage:
             self._drain_stage.labels(step.value).set(step is drain_stage)
         self._inflight.set(inflight)
-        self._waiting.set(registry.waiting)
+        self._queued.set(queued)
         for stage in Lifecycle:
             self._lifecycle.labels(stage.value).set(stage is lifecycle)
         self._discovery_up.set(discovery.up)

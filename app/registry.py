@@ -2,7 +2,7 @@
 
 One :class:`WorkerEntry` per address, one :class:`Replica` per (worker, instance, epoch) that has a live watch. States
 are derived (``liveness``) whenever a fact changes; the list of who is routable is recomputed then and not per request.
-Requests that wait for a worker are woken in that same turn of the loop, oldest first.
+Whoever hands out workers to waiting requests (``on_change``) is told in that same turn of the loop.
 
 Addresses come and go (:meth:`WorkerRegistry.follow`). One that went gets no new requests; its watch, which tells of its
 death, and its connections stay until the streams that run on it have ended.
@@ -31,6 +31,7 @@ from app.liveness import (
     routable_keys,
 )
 from app.logs import fields
+from app.room import Room
 from app.upstream import UpstreamPool
 from app.watch import AddressWatch, WatchSession
 from app.worker_token import WorkerToken
@@ -60,6 +61,7 @@ class Replica:
         self.key = key
         self.line = line
         self.pool = pool
+        self.room = Room()
         self.line_at = self.steps_at = session.line_at
         self.suspected_at: float | None = None
         self.connected = True
@@ -72,6 +74,9 @@ class Replica:
         if line.steps != self.line.steps:
             self.steps_at = at
         self.line, self.line_at = line, at
+        self.room.heard(
+            inflight=line.inflight, capacity=line.capacity, refused=line.refused, gateways=line.gateways, now=at
+        )
         if self.suspected_at is not None and clears_suspicion(self.suspected_at, at):
             self.suspected_at = None
 
@@ -113,17 +118,6 @@ class WorkerEntry:
         return True
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Waiter:
-    """A request that waits for a worker. ``order`` is its age among all requests; ``accepts`` says which routable
-    replica it waits for."""
-
-    order: int
-    model: str
-    accepts: Callable[[Replica], bool]
-    future: asyncio.Future[None]
-
-
 class WorkerRegistry:
     """Use as ``async with``: watches run inside."""
 
@@ -146,7 +140,8 @@ class WorkerRegistry:
         self._open = False
         self._token = token or WorkerToken()
         self._closing = False
-        self._waiters: set[Waiter] = set()
+        self.on_change: Callable[[], None] | None = None
+        """Called at each change of a fact about any worker, once all conclusions are drawn."""
         self._routable: dict[ReplicaKey, Replica] = {}
         self._by_model: dict[str, tuple[Replica, ...]] = {"": ()}
 
@@ -234,10 +229,6 @@ class WorkerRegistry:
     def heartbeat_timeout(self) -> float:
         return self._heartbeat_timeout
 
-    @property
-    def waiting(self) -> int:
-        return len(self._waiters)
-
     def candidates(self, model: str) -> tuple[Replica, ...]:
         """Routable replicas that serve the model; with an empty name, all routable ones."""
         return self._by_model.get(model, ())
@@ -285,20 +276,6 @@ class WorkerRegistry:
             for replica in entry.replicas.values():
                 found.update(dict.fromkeys(replica.line.models))
         return list(found)
-
-    def wait(self, order: int, model: str, accepts: Callable[[Replica], bool]) -> Waiter:
-        """Register a request to be woken when a worker that it accepts is routable, looking at each change of a fact
-        about any worker. Pair with :meth:`forget`."""
-        waiter = Waiter(order, model, accepts, asyncio.get_running_loop().create_future())
-        self._waiters.add(waiter)
-        return waiter
-
-    def look_again(self) -> None:
-        """What a waiter accepts may have changed, not by a fact about a worker: wake whom it concerns, oldest first."""
-        self._wake()
-
-    def forget(self, waiter: Waiter) -> None:
-        self._waiters.discard(waiter)
 
     def problem(self, entry: WorkerEntry) -> str:
         """Why this worker is not used, as far as it is known and somebody can mend it; else empty."""
@@ -407,9 +384,5 @@ class WorkerRegistry:
             entry.timer = asyncio.get_running_loop().call_later(max(0.001, due + 0.001), self._update, entry)
 
     def _wake(self) -> None:
-        if not self._waiters:
-            return
-        for waiter in sorted(self._waiters, key=lambda w: w.order):
-            served = any(waiter.accepts(replica) for replica in self.candidates(waiter.model))
-            if (served or self.is_unknown(waiter.model)) and not waiter.future.done():
-                waiter.future.set_result(None)
+        if self.on_change is not None:
+            self.on_change()

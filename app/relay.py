@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 from app.attempt import Attempt, Verdict
 from app.delivery import Delivery
 from app.downstream import ClientGone, Downstream
-from app.fullness import FullReplicas
 from app.headers import upstream_headers
 from app.openai.errors import GatewayError, internal, worker_lost
 from app.registry import Replica, WorkerRegistry
@@ -25,6 +24,7 @@ from app.relayed import RelayRequest, Report
 from app.routing import RoundRobinRouter
 from app.search import DECIDING_SECONDS, Search
 from app.upstream import UpstreamConnection, UpstreamError
+from app.waiting import WaitQueue
 from app.worker_token import WorkerToken
 
 T = TypeVar("T")
@@ -56,14 +56,15 @@ class Relay:
         *,
         registry: WorkerRegistry,
         router: RoundRobinRouter,
+        queue: WaitQueue,
         limits: RelayLimits,
         token: WorkerToken | None = None,
     ) -> None:
         self.registry = registry
         self.token = token or WorkerToken()
         self.router = router
+        self.queue = queue
         self.limits = limits
-        self.full = FullReplicas()
         self._exchanges: set[Exchange] = set()
         self._searches: set[asyncio.Task[None]] = set()
         self._arrivals = 0
@@ -155,7 +156,7 @@ class Exchange:
         self._search = Search(
             relay.registry,
             relay.router,
-            relay.full,
+            relay.queue,
             request.model,
             order=order,
             limit=relay.limits.wait_for_worker,
@@ -206,6 +207,8 @@ class Exchange:
             attempt.drop()
         if self._pending is not None and not self._pending.done():
             self._pending.cancel()
+        self._search.end()
+        self._report.waited = self._search.waited
         self._relay.ended(self)
 
     def _end(self, outcome: ClientGone | GatewayError | None) -> None:

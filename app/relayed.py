@@ -39,6 +39,8 @@ class Report:
     retries: int = 0
     streamed: bool = False
     """Whether the answer is an event stream of the worker's."""
+    waited: float = 0.0
+    """Seconds in line for a worker."""
     first_byte_at: float = 0.0
     last_event_at: float = 0.0
     events: int = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -17,20 +17,13 @@ class RoundRobinRouter:
     def __init__(self) -> None:
         self._turns: dict[str, int] = {}
 
-    def select(
-        self,
-        candidates: Sequence[T],
-        exclude: Container[Hashable] = frozenset(),
-        *,
-        key: Callable[[T], Hashable],
-        group: str = "",
-    ) -> T | None:
-        """The next candidate whose key is not excluded, or ``None``. ``group`` should come from a bounded set."""
+    def select(self, candidates: Sequence[T], accepts: Callable[[T], bool], *, group: str = "") -> T | None:
+        """The next candidate that is accepted, or ``None``. ``group`` should come from a bounded set."""
         count = len(candidates)
         turn = self._turns.get(group, 0)
         for step in range(count):
             candidate = candidates[(turn + step) % count]
-            if key(candidate) not in exclude:
+            if accepts(candidate):
                 self._turns[group] = (turn + step + 1) % count
                 return candidate
         return None

@@ -119,7 +119,8 @@ class GatewaySettings(BaseSettings):
     within seconds when it changes."""
 
     wait_for_worker_seconds: Seconds = 15.0
-    """How long a request waits while no worker takes it, before it is answered with 503 ``no_worker``."""
+    """How long a request waits while no worker takes it, before it is answered: with 503 ``no_worker``, or with 429
+    ``overloaded`` if all workers were full."""
     connect_timeout_seconds: Seconds = 2.0
     """How long connecting to a worker may take."""
     first_byte_timeout_seconds: Seconds = 60.0
@@ -141,7 +142,10 @@ class GatewaySettings(BaseSettings):
     """A complete (non-streaming) answer up to this size is held back until it is whole, so that a worker's death in the
     middle of it stays invisible. A larger one is passed on as it comes."""
     max_inflight: Annotated[int, Field(ge=1, le=1 << 20)] = 4096
-    """Most requests at a time in each process; one more is answered with 429."""
+    """Most requests at a time in each process, those that wait included; one more is answered with 429."""
+    max_queued: Annotated[int, Field(ge=0, le=1 << 20)] = 1024
+    """Most requests for one model that wait at a time in each process because no worker is there or all are full; one
+    more is answered with 429 at once. 0: none waits."""
     max_realtime_sessions: Annotated[int, Field(ge=1, le=1 << 20)] = 1024
     """Most realtime sessions (WebSockets) at a time in each process; one more is answered with 429."""
     max_realtime_event_bytes: Annotated[int, Field(ge=1024, le=1 << 30)] = MIB

@@ -62,6 +62,8 @@ class WatchLine(msgspec.Struct, frozen=True, kw_only=True):
     ``instance`` is the pod's life, ``epoch`` the promotion within it: compare both for equality only.
     ``steps`` counts engine steps and advances while work is done, so that a long prefill is not taken for silence.
     ``standby`` is ``None`` where the pod has no other engine. ``kv_usage`` is a fraction, 0 to 1.
+    ``capacity`` is how many requests it answers at a time (0: it does not say), ``refused`` how many it has turned away
+    for want of room in this promotion, ``gateways`` how many watches there are.
     """
 
     worker: str
@@ -76,6 +78,8 @@ class WatchLine(msgspec.Struct, frozen=True, kw_only=True):
     seq: int
     standby: Role | None = None
     kv_usage: float = 0.0
+    refused: int = 0
+    gateways: int = 1
 
 
 class WorkerTokenError(ValueError):

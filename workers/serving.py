@@ -4,7 +4,7 @@ The gate lets in whoever shows the worker token, if there is one: nothing behind
 holds the engine to its capacity and turns new ones away while the engine drains: it answers ``503`` with
 ``x-hotspare-reselect``, which tells the gateway that nothing was started. The watch is one NDJSON stream per gateway:
 the engine's state at once, on every change, and at least every heartbeat. Its end *is* the news that this engine is
-gone.
+gone. Room is news, too, once the engine was said to be full or has turned somebody away.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ from workers.contract import (
 )
 from workers.engine import ASGIApp
 from workers.worker_token import WorkerTokens
+
+ROOM_SECONDS: Final = 0.02
+"""So long the news of room waits for more of it: one line tells of all places that became free meanwhile."""
 
 _RESELECT: Final = ((HEADER_RESELECT, "1"),)
 
@@ -78,6 +81,21 @@ class ServingApp:
         self._idle.set()
         self._refusing: str | None = None
         self._closing = False
+        self._refused = 0
+        self._watches = 0
+        self._known_full = False
+        """Somebody has heard that we are full, and not since that we are not."""
+        self._room_news: asyncio.TimerHandle | None = None
+
+    @property
+    def refused(self) -> int:
+        """Requests turned away for want of room."""
+        return self._refused
+
+    @property
+    def watches(self) -> int:
+        """Watch streams that are open."""
+        return self._watches
 
     @property
     def inflight(self) -> int:
@@ -91,6 +109,8 @@ class ServingApp:
     def close_watches(self) -> None:
         """End the watch streams: nothing more will be said here."""
         self._closing = True
+        if self._room_news is not None:
+            self._room_news.cancel()
         self._change.notify()
 
     async def wait_idle(self, *, timeout_seconds: float) -> bool:
@@ -134,6 +154,8 @@ class ServingApp:
                 headers=_RESELECT,
             )
         elif self._inflight >= self._capacity:
+            self._refused += 1
+            self._known_full = True
             await respond_error(
                 send,
                 503,
@@ -154,6 +176,14 @@ class ServingApp:
             self._inflight -= 1
             if not self._inflight:
                 self._idle.set()
+            if self._known_full and self._room_news is None and not self._closing:
+                self._room_news = asyncio.get_running_loop().call_later(ROOM_SECONDS, self._tell_of_room)
+
+    def _tell_of_room(self) -> None:
+        self._room_news = None
+        if self._inflight < self._capacity:  # else the next one that ends says so
+            self._known_full = False
+            self._change.notify()
 
     def _guarded(self, send: Send) -> Send:
         """``send``, but for a dead engine: what its application then says (an error as an answer, an orderly end of a
@@ -186,9 +216,11 @@ class ServingApp:
             }
         )
         gone = asyncio.ensure_future(_disconnected(receive))
+        self._watches += 1
         try:
             seq = 0
             while not gone.done() and not self._closing:
+                self._known_full = self._known_full or self._inflight >= self._capacity
                 line = encode_watch_line(self._watch_line(seq))
                 await send({"type": "http.response.body", "body": line, "more_body": True})
                 seq += 1
@@ -196,6 +228,7 @@ class ServingApp:
             if not gone.done():
                 await send({"type": "http.response.body", "body": encode_watch_line(self._watch_line(seq))})
         finally:
+            self._watches -= 1
             gone.cancel()
 
 

@@ -105,6 +105,8 @@ class Vitals:
             seq=seq,
             standby=self.standby,
             kv_usage=self._engine.kv_usage(),
+            refused=self.serving.refused if self.serving else 0,
+            gateways=self.serving.watches if self.serving else 0,
         )
 
     def state(self) -> EngineState:

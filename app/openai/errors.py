@@ -6,6 +6,7 @@ whether trying again can help. The table of codes below is the whole list; a han
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Literal
 
@@ -16,6 +17,11 @@ Header = tuple[bytes, bytes]
 
 JSON_TYPE = b"application/json"
 _RETRY_SOON: tuple[Header, ...] = ((b"retry-after", b"1"),)
+
+
+def _retry_after(seconds: float) -> tuple[Header, ...]:
+    """In both forms: whole seconds, as the standard has it, and the milliseconds that OpenAI's clients prefer."""
+    return ((b"retry-after", b"%d" % max(1, math.ceil(seconds))), (b"retry-after-ms", b"%d" % round(seconds * 1000)))
 
 
 class GatewayError(Exception):
@@ -32,7 +38,9 @@ class GatewayError(Exception):
         retryable: bool = False,
         param: str | None = None,
         headers: Sequence[Header] = (),
+        refusal: str = "",
     ) -> None:
+        """``refusal``: if nothing was wrong with the request, why there was no room for it, in a word."""
         super().__init__(message)
         self.status = status
         self.code = code
@@ -42,6 +50,7 @@ class GatewayError(Exception):
         self.retryable = retryable
         self.param = param
         self.headers = tuple(headers)
+        self.refusal = refusal
 
     @property
     def envelope(self) -> dict[str, dict[str, str | None]]:
@@ -61,6 +70,7 @@ def draining() -> GatewayError:
         fault="internal",
         retryable=True,
         headers=(*_RETRY_SOON, (b"connection", b"close")),
+        refusal="draining",
     )
 
 
@@ -97,8 +107,8 @@ def _invalid_api_key(message: str) -> GatewayError:
     )
 
 
-def no_worker(waited_seconds: float, model: str) -> GatewayError:
-    served = f" that serves the model {model!r}" if model else ""
+def no_worker(waited_seconds: float, model: str, *, retry_after: float = 1.0) -> GatewayError:
+    served = f" that serves the model {model[:200]!r}" if model else ""
     return GatewayError(
         503,
         "no_worker",
@@ -106,11 +116,12 @@ def no_worker(waited_seconds: float, model: str) -> GatewayError:
         type="server_error",
         fault="upstream",
         retryable=True,
-        headers=_RETRY_SOON,
+        headers=_retry_after(retry_after),
+        refusal="no_worker",
     )
 
 
-def overloaded(limit: int) -> GatewayError:
+def overloaded(limit: int, *, retry_after: float = 1.0) -> GatewayError:
     return GatewayError(
         429,
         "overloaded",
@@ -118,7 +129,8 @@ def overloaded(limit: int) -> GatewayError:
         type="rate_limit_error",
         fault="client",
         retryable=True,
-        headers=(*_RETRY_SOON, (b"retry-after-ms", b"500")),
+        headers=_retry_after(retry_after),
+        refusal="inflight_limit",
     )
 
 
@@ -134,7 +146,21 @@ def too_many_sessions(limit: int) -> GatewayError:
     )
 
 
-def workers_full(waited_seconds: float, model: str) -> GatewayError:
+def queue_full(limit: int, model: str, *, retry_after: float) -> GatewayError:
+    serving = f" that serve the model {model[:200]!r}" if model else ""
+    return GatewayError(
+        429,
+        "overloaded",
+        f"All workers{serving} are busy, and the line for them (at most {limit}) is full; try again shortly.",
+        type="rate_limit_error",
+        fault="client",
+        retryable=True,
+        headers=_retry_after(retry_after),
+        refusal="queue_full",
+    )
+
+
+def workers_full(waited_seconds: float, model: str, *, retry_after: float) -> GatewayError:
     serving = f" that serves the model {model[:200]!r}" if model else ""
     return GatewayError(
         429,
@@ -143,7 +169,8 @@ def workers_full(waited_seconds: float, model: str) -> GatewayError:
         type="rate_limit_error",
         fault="client",
         retryable=True,
-        headers=(*_RETRY_SOON, (b"retry-after-ms", b"500")),
+        headers=_retry_after(retry_after),
+        refusal="workers_full",
     )
 
 

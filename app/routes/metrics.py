@@ -19,6 +19,7 @@ from app.realtime_connection import RealtimeSessions
 from app.registry import WorkerRegistry
 from app.siblings import Siblings
 from app.tls import ServerTls
+from app.waiting import WaitQueue
 
 
 def look_at(
@@ -31,6 +32,7 @@ def look_at(
     sink: LogSink | None,
     sessions: RealtimeSessions,
     tls: ServerTls | None,
+    queue: WaitQueue,
 ) -> Callable[[], None]:
     """What brings the metrics up to date, just before they are read."""
 
@@ -39,6 +41,7 @@ def look_at(
         metrics.look(
             lifecycle=lifecycle.state,
             inflight=admission.inflight,
+            queued=queue.waiting,
             drain_stage=drain.stage,
             drain_remaining=drain.remaining(time.monotonic()),
             log_lines_dropped=0 if sink is None else sink.dropped,

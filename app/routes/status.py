@@ -15,6 +15,7 @@ from app.admission import AdmissionController
 from app.lifecycle import LifecycleMachine
 from app.registry import WorkerEntry, WorkerRegistry
 from app.siblings import Siblings, Telling
+from app.waiting import WaitQueue
 
 
 def describe_worker(entry: WorkerEntry, registry: WorkerRegistry, now: float) -> dict[str, object]:
@@ -45,7 +46,7 @@ def describe_worker(entry: WorkerEntry, registry: WorkerRegistry, now: float) ->
 
 
 def describe_gateway(
-    lifecycle: LifecycleMachine, admission: AdmissionController, registry: WorkerRegistry
+    lifecycle: LifecycleMachine, admission: AdmissionController, registry: WorkerRegistry, queue: WaitQueue
 ) -> dict[str, Any]:
     """This process."""
     now = time.monotonic()
@@ -53,7 +54,7 @@ def describe_gateway(
         "pid": os.getpid(),
         "lifecycle": lifecycle.state.value,
         "inflight": admission.inflight,
-        "waiting": registry.waiting,
+        "waiting": queue.waiting,
         "workers": [describe_worker(entry, registry, now) for entry in registry.entries.values()],
     }
 

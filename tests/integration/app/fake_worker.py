@@ -202,7 +202,13 @@ class FakeWorker:
     """Use as ``async with``. ``port`` 0 takes any free one; the same object can be started again after :meth:`die`."""
 
     def __init__(
-        self, name: str = "pod-0", *, models: tuple[str, ...] = (MODEL,), epoch: int = 1, port: int = 0
+        self,
+        name: str = "pod-0",
+        *,
+        models: tuple[str, ...] = (MODEL,),
+        epoch: int = 1,
+        port: int = 0,
+        capacity: int = 4096,
     ) -> None:
         self.name = name
         self.port = port
@@ -214,7 +220,7 @@ class FakeWorker:
             state=Role.ACTIVE,
             models=models,
             inflight=0,
-            capacity=8,
+            capacity=capacity,
             steps=0,
             seq=0,
             standby=Role.STANDBY,

@@ -111,7 +111,7 @@ async def test_what_broke_is_not_tried_again_without_a_sign_of_life(workers: Any
         await asyncio.sleep(0.15)  # a line may be on its way
         answer = await running.chat(stream=True)
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_worker")
-        assert answer.headers["retry-after"] == "1"
+        assert int(answer.headers["retry-after"]) >= 1
         assert len(worker.calls) == 1
 
 
@@ -298,7 +298,8 @@ async def test_a_worker_that_stays_full(workers: Any) -> None:
         for stream in (False, True):
             answer = await running.chat(stream=stream)
             assert (answer.status_code, answer.json()["error"]["code"]) == (429, "overloaded")
-            assert (answer.headers["retry-after"], answer.headers["retry-after-ms"]) == ("1", "500")
+            assert int(answer.headers["retry-after"]) >= 1
+            assert int(answer.headers["retry-after-ms"]) >= 100
         assert len(worker.calls) < 20
 
 
@@ -319,29 +320,28 @@ async def test_full_is_said_only_if_all_that_live_are_full(workers: Any, other: 
 
 
 async def test_waiting_for_room_oldest_first(workers: Any) -> None:
-    """A worker with room for one at a time: those who were all turned away are served in the order they came in."""
-    (worker,) = await workers("pod-0")
-    room, taken, refused = False, [], set()
+    """A worker with room for one at a time, which somebody else has: served in the order in which they came."""
+    (worker,) = await workers("pod-0", capacity=1)
+    taken, running_there = [], 0
 
     async def takes_one(call: Call) -> None:
-        nonlocal room
-        if not room:
-            refused.add(call.json["tag"])
-            await reselects()(call)
-            return
-        room = False
+        nonlocal running_there
+        running_there += 1
+        assert running_there == 1
         taken.append(call.json["tag"])
         await asyncio.sleep(0.02)
+        running_there -= 1
         await answers()(call)
-        room = True
 
     worker.default = takes_one
     async with run_gateway(worker, wait_for_worker_seconds=20) as running:
+        worker.say(inflight=1)
+        await running.until(lambda: running.entry(worker).last.room.full)
         asked = []
         for number in range(8):
             asked.append(asyncio.create_task(running.chat(tag=number)))
-            await running.until(lambda n=number: n in refused)
-        room = True
+            await running.until(lambda n=number: running.gateway.queue.waiting == n + 1)
+        worker.say(inflight=0)
         assert {answer.status_code for answer in await asyncio.gather(*asked)} == {200}
     assert taken == sorted(taken)
 
@@ -353,7 +353,7 @@ async def test_waiting_for_a_worker(workers: Any) -> None:
         waiting = []
         for number in range(5):
             waiting.append(asyncio.create_task(running.chat(tag=number)))
-            await running.until(lambda n=number: running.gateway.registry.waiting == n + 1)
+            await running.until(lambda n=number: running.gateway.queue.waiting == n + 1)
         status = (await running.client.get("/status")).json()
         assert (status["waiting"], status["inflight"]) == (5, 5)
         await worker.start()
@@ -388,8 +388,8 @@ async def test_the_status_of_a_wait_in_vain_is_not_left_to_chance(workers: Any, 
         elif case == "does not listen":
             worker.stop_listening()
         answers = await asyncio.gather(*(running.chat(stream=number % 4 > 0) for number in range(40)))
-        statuses = {(answer.status_code, answer.headers.get("retry-after")) for answer in answers}
-        assert statuses == {(429 if case.startswith("full") else 503, "1")}
+        assert {answer.status_code for answer in answers} == {429 if case.startswith("full") else 503}
+        assert all(int(answer.headers["retry-after"]) >= 1 for answer in answers)
 
 
 async def test_a_longer_wait_has_keep_alives(workers: Any) -> None:
@@ -426,7 +426,7 @@ async def test_a_model_of_a_worker_that_is_down_is_waited_for(workers: Any) -> N
         await one.die()
         await running.until(lambda: running.state(one) is WorkerState.DOWN)
         asked = asyncio.create_task(running.chat(model="a"))
-        await running.until(lambda: running.gateway.registry.waiting == 1)
+        await running.until(lambda: running.gateway.queue.waiting == 1)
         one.epoch(2)
         await one.start()
         assert (await asked).status_code == 200
@@ -437,7 +437,7 @@ async def test_waiting_ends_when_only_other_models_come(workers: Any) -> None:
     await worker.die()
     async with run_gateway(worker) as running:
         asked = asyncio.create_task(running.chat(model="b"))
-        await running.until(lambda: running.gateway.registry.waiting == 1)
+        await running.until(lambda: running.gateway.queue.waiting == 1)
         await worker.start()
         assert (await asked).json()["error"]["code"] == "model_not_found"
 

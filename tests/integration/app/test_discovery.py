@@ -160,7 +160,7 @@ async def test_a_file_that_is_not_there_keeps_the_gateway_starting(workers: Any,
         }
         assert await metric(gateway, "hotspare_discovery_up") == 0
         waiting = asyncio.create_task(gateway.chat())
-        await gateway.until(lambda: gateway.gateway.registry.waiting == 1)
+        await gateway.until(lambda: gateway.gateway.queue.waiting == 1)
         name(path, worker)
         assert (await waiting).status_code == 200
         await gateway.until(lambda: gateway.gateway.lifecycle.state.value == "ready")

@@ -126,8 +126,8 @@ async def test_the_limit_of_requests_in_flight(workers: Any) -> None:
         call = await worker.call()
         refused = await running.chat()
         assert error_of(refused) == (429, "overloaded")
-        assert refused.headers["retry-after"] == "1"
-        assert refused.headers["retry-after-ms"] == "500"
+        assert int(refused.headers["retry-after"]) >= 1
+        assert 100 <= int(refused.headers["retry-after-ms"]) <= 60_000
         assert (await running.client.get("/health")).status_code == 200
         call.go.set()
         assert (await first).status_code == 200
@@ -184,7 +184,7 @@ async def test_status(workers: Any) -> None:
             "reported": "ACTIVE",
             "models": [MODEL],
             "inflight": 2,
-            "capacity": 8,
+            "capacity": 4096,
             "standby": "STANDBY",
             "steps": 5,
             "kv_usage": 0.5,
@@ -254,10 +254,10 @@ async def test_a_client_that_leaves_while_it_waits_for_a_worker(workers: Any) ->
     worker.default = reselects()
     async with run_gateway(worker) as running:
         _, writer = await running.raw_chat(stream=True)
-        await running.until(lambda: running.gateway.registry.waiting == 1)
+        await running.until(lambda: running.gateway.queue.waiting == 1)
         writer.transport.abort()
         await running.until(lambda: running.gateway.admission.inflight == 0)
-        assert running.gateway.registry.waiting == 0
+        assert running.gateway.queue.waiting == 0
 
 
 async def test_a_client_that_leaves_while_it_sends(workers: Any) -> None:
@@ -316,7 +316,7 @@ async def test_drain_of_requests_that_wait_for_a_worker(workers: Any) -> None:
     await worker.die()
     async with run_gateway(worker, drain_timeout_seconds=0.2) as running:
         asked = asyncio.create_task(running.chat())
-        await running.until(lambda: running.gateway.registry.waiting == 1)
+        await running.until(lambda: running.gateway.queue.waiting == 1)
         running.server.request_drain()
         assert error_of(await asked) == (503, "draining")
 

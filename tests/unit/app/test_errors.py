@@ -7,12 +7,16 @@ import pytest
 from app.openai import errors
 from app.openai.errors import GatewayError
 
+RETRY = {b"retry-after": b"3", b"retry-after-ms": b"2010"}
+"""After 2.01 s."""
+
 CASES: list[tuple[GatewayError, int, str, dict[bytes, bytes]]] = [
     (errors.draining(), 503, "draining", {b"retry-after": b"1", b"connection": b"close"}),
     (errors.drain_overran(), 503, "draining", {b"retry-after": b"1", b"connection": b"close"}),
-    (errors.no_worker(15, "m"), 503, "no_worker", {b"retry-after": b"1"}),
-    (errors.overloaded(4), 429, "overloaded", {b"retry-after": b"1", b"retry-after-ms": b"500"}),
-    (errors.workers_full(15, "m"), 429, "overloaded", {b"retry-after": b"1", b"retry-after-ms": b"500"}),
+    (errors.no_worker(15, "m", retry_after=2.01), 503, "no_worker", RETRY),
+    (errors.overloaded(4, retry_after=2.01), 429, "overloaded", RETRY),
+    (errors.queue_full(4, "m", retry_after=2.01), 429, "overloaded", RETRY),
+    (errors.workers_full(15, "m", retry_after=2.01), 429, "overloaded", RETRY),
     (errors.model_not_found("m"), 404, "model_not_found", {}),
     (errors.head_too_large(4), 431, "head_too_large", {b"connection": b"close"}),
     (errors.head_too_slow(4), 408, "request_timeout", {b"connection": b"close"}),

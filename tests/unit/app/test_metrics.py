@@ -82,6 +82,7 @@ async def test_a_drain_is_seen() -> None:
     metrics.look(
         lifecycle=Lifecycle.DRAINING,
         inflight=2,
+        queued=1,
         drain_stage=DrainStage.WAITING,
         drain_remaining=1.5,
         log_lines_dropped=4,
@@ -89,6 +90,7 @@ async def test_a_drain_is_seen() -> None:
         discovery=Discovery(StaticSource([]), registry, on_discovered=lambda: None),
     )
     said = await text(metrics)
+    assert "hotspare_queued_requests 1.0" in said
     assert 'hotspare_lifecycle{state="draining"} 1.0' in said
     assert 'hotspare_lifecycle{state="ready"} 0.0' in said
     assert "hotspare_drain_cut_requests_total 3.0" in said

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from dataclasses import dataclass, field
 from typing import cast
@@ -12,7 +11,7 @@ import pytest
 
 from app.address import Address
 from app.liveness import ReplicaKey, WorkerState
-from app.registry import HISTORY_LENGTH, Replica, WorkerRegistry
+from app.registry import HISTORY_LENGTH, WorkerRegistry
 from app.watch import WatchSession
 from workers.contract import Role, WatchLine
 
@@ -60,10 +59,6 @@ def session(registry: WorkerRegistry, address: Address = A, *, epoch: int = 1, m
     return FakeSession(registry, address, line)
 
 
-def anything(replica: Replica) -> bool:
-    return True
-
-
 def states(registry: WorkerRegistry, address: Address = A) -> list[tuple[str, int | None]]:
     return [(item.state.value, item.epoch) for item in registry.entries[address].history]
 
@@ -93,45 +88,24 @@ async def test_a_broken_stream_makes_it_suspect_until_a_later_line(registry: Wor
     assert states(registry)[-1] == ("UP", 1)
 
 
-async def test_waiters_are_woken_in_the_same_turn_oldest_first(registry: WorkerRegistry) -> None:
-    woken: list[int] = []
-    waiters = []
-    for order in (3, 1, 2):
-        waiter = registry.wait(order, "m", anything)
-        waiter.future.add_done_callback(lambda _, order=order: woken.append(order))
-        waiters.append(waiter)
-    elsewhere = registry.wait(4, "other", anything)
-    session(registry, B, model="other").say()
-    assert elsewhere.future.done()
-    assert not any(waiter.future.done() for waiter in waiters[:0])
-    session(registry, A).say()
-    assert all(waiter.future.done() for waiter in waiters)
-    await asyncio.sleep(0)
-    assert woken == [1, 2, 3]
-    for waiter in (*waiters, elsewhere):
-        registry.forget(waiter)
-    assert registry.waiting == 0
-
-
-async def test_a_waiter_is_not_woken_for_what_it_does_not_accept(registry: WorkerRegistry) -> None:
+async def test_whoever_hands_out_workers_is_told_when_all_is_concluded(registry: WorkerRegistry) -> None:
+    seen: list[int] = []
+    registry.on_change = lambda: seen.append(len(registry.candidates("m")))
     watch = session(registry)
     watch.say()
-    waiter = registry.wait(1, "m", lambda replica: replica.key != ReplicaKey("pod-a", "life-a", 1))
-    watch.say(seq=1)
-    assert not waiter.future.done()
-    session(registry, epoch=2).say()
-    assert waiter.future.done()
+    watch.say(state=Role.DRAINING)
+    assert seen == [1, 0]
+    watch.end()
+    assert seen[-1] == 0
 
 
-async def test_a_waiter_is_woken_by_a_later_line_of_what_it_did_not_accept_before(registry: WorkerRegistry) -> None:
+async def test_lines_tell_of_room(registry: WorkerRegistry) -> None:
     watch = session(registry)
-    watch.say()
-    now = time.monotonic()
-    waiter = registry.wait(1, "m", lambda replica: replica.line_at > now + 0.1)
-    watch.say(seq=1)
-    assert not waiter.future.done()
-    watch.say(seq=2, later=0.2)
-    assert waiter.future.done()
+    watch.say(inflight=8)
+    (replica,) = registry.candidates("m")
+    assert replica.room.full
+    watch.say(inflight=7)
+    assert not replica.room.full
 
 
 async def test_unknown_models(registry: WorkerRegistry) -> None:
@@ -240,14 +214,3 @@ async def test_the_order_of_addresses_is_that_of_the_last_list(registry: WorkerR
     registry.follow([B, A])
     assert registry.entries[A] is kept
     assert [replica.address for replica in registry.candidates("m")] == [B, A]
-
-
-async def test_a_request_that_waits_learns_that_nobody_is_left_who_could_know(registry: WorkerRegistry) -> None:
-    gone = session(registry, A)
-    gone.say()
-    gone.end()
-    registry.follow([B])
-    registry._departed["m",] -= 61
-    waiter = registry.wait(1, "m", anything)
-    session(registry, B, model="n").say()
-    assert waiter.future.done()

@@ -14,6 +14,7 @@ from app.registry import Replica, WorkerRegistry
 from app.relay import Exchange, Relay, RelayLimits
 from app.relayed import RelayRequest, Report
 from app.routing import RoundRobinRouter
+from app.waiting import WaitQueue
 from tests.unit.app.test_registry import A, B, FakeSession, session
 
 LIMITS = RelayLimits(wait_for_worker=1, first_byte=1, stall=1, keepalive=1, attempts=3, max_held_bytes=1)
@@ -41,12 +42,15 @@ def exchange(watches: tuple[FakeSession, FakeSession]) -> Exchange:
         request_id=b"r",
         gateway_id=b"g",
     )
-    relay = Relay(registry=watches[0].registry, router=RoundRobinRouter(), limits=LIMITS)
+    registry = watches[0].registry
+    queue = WaitQueue(registry, limit=10)
+    relay = Relay(registry=registry, router=RoundRobinRouter(), queue=queue, limits=LIMITS)
     return Exchange(relay, request, cast(Downstream, None), Report(), order=1, on_end=lambda: None)
 
 
 def chosen(exchange: Exchange) -> str | None:
     replica = exchange._search.find()
+    exchange._search.end()  # gives the place back
     return None if replica is None else replica.key.worker
 
 
