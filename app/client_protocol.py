@@ -25,7 +25,7 @@ from uvicorn import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from app.asgi import WRITTEN
+from app.asgi import WRITTEN, AsgiApp, Message, Receive, Scope, Send
 from app.direct import LINGER_SECONDS, DirectCycle, DirectEndpoint
 from app.headers import client_request_id
 from app.intake import RequestIds
@@ -41,8 +41,6 @@ MAX_FRAMING_BYTES = 16 * 1024
 MAX_PIPELINED = 64
 """Requests of one connection that wait for the answer to an earlier one."""
 HANDSHAKE_SECONDS = 10.0
-HEAD_SECONDS = 30.0
-"""How long a client may take to send a request's head, counted from its connection or from the head's first byte."""
 
 
 class ClientConfig(Config):
@@ -105,6 +103,9 @@ class ClientProtocol(HttpToolsProtocol):
         self._error: GatewayError | None = None
         """What is wrong with what the parser is reading, if we know better than the parser."""
         self._refused = False
+        """Nothing more is read."""
+        self._ending = False
+        """The connection ends with the answer being made."""
         self._lost = False
         self.socket_transport: asyncio.Transport | None = None
         """The one under ``transport``, where that one is TLS."""
@@ -286,7 +287,32 @@ class ClientProtocol(HttpToolsProtocol):
             self.loop.call_soon(self._serve, ours)
         else:
             self._serving = None
-            super()._start_asgi_task(cycle, app)
+            super()._start_asgi_task(cycle, cast(Any, self._ending_early(cycle, app)))
+
+    def _ending_early(self, cycle: RequestResponseCycle, app: Any) -> AsgiApp:
+        """Where an answer begins before its request's body has ended, nobody knows where that would end: a client that
+        was not asked to go on may leave it out. So the connection ends with the answer."""
+
+        async def ending(scope: Scope, receive: Receive, send: Send) -> None:
+            async def send_and_look(message: Message) -> None:
+                if message["type"] == "http.response.start" and cycle.more_body and cycle.keep_alive:
+                    kept = [header for header in message["headers"] if header[0] != b"connection"]
+                    message["headers"] = [*kept, (b"connection", b"close")]
+                    await send(message)
+                    cycle.keep_alive = self._ending = True  # it would close at once, and not slowly
+                else:
+                    await send(message)
+
+            await app(scope, receive, send_and_look)
+
+        return ending
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._ending:
+            self._refused = True  # what follows is no request
+            self._unset_keepalive_if_required()
+            self.close_slowly()
 
     def tell_when_written(self, cycle: DirectCycle) -> None:
         """Call ``cycle.settled`` when the transport has nothing left to write, or is lost."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 
 from app.downstream import Downstream, send_error
-from app.headers import downstream_headers, stream_headers
+from app.headers import PROCESSING_MS, downstream_headers, stream_headers
 from app.openai.errors import GatewayError, Header, bad_answer, from_status, has_envelope
 from app.openai.sse import KEEPALIVE, error_event
 from app.relayed import RelayRequest, Report
@@ -19,7 +19,7 @@ from app.relayed import RelayRequest, Report
 class Delivery:
     """An attempt's ``Answer``."""
 
-    __slots__ = ("_delivered", "_downstream", "_event_stream", "_head_sent", "_report", "_request", "sent_at")
+    __slots__ = ("_began", "_delivered", "_downstream", "_event_stream", "_head_sent", "_report", "_request", "sent_at")
 
     def __init__(self, request: RelayRequest, downstream: Downstream, report: Report) -> None:
         self._request = request
@@ -30,6 +30,7 @@ class Delivery:
         self._delivered = False
         self.sent_at = time.monotonic()
         """When the client last got something; before that, when the request came."""
+        self._began = self.sent_at
 
     @property
     def delivered(self) -> bool:
@@ -90,6 +91,7 @@ class Delivery:
     def _send_head(self, status: int, headers: list[Header]) -> None:
         self._head_sent = True
         self._report.status = status
+        headers.append((PROCESSING_MS, b"%d" % ((time.monotonic() - self._began) * 1000)))
         self._downstream.send_head(status, headers)
 
     def _send_stream_head(self, headers: list[Header]) -> None:

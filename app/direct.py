@@ -62,7 +62,7 @@ class DirectCycle:
         self._chunks = chunks
         self._expects_continue = expects_continue
         self._arrival: Arrival | None = None
-        self._body: list[bytes] = []
+        self._body: bytes | bytearray = b""
         self._body_bytes = 0
         self._body_error: GatewayError | None = None
         self._upload: Upload | None = None
@@ -98,15 +98,21 @@ class DirectCycle:
         elif not arrival.over:
             if self._expects_continue:
                 self._transport.write(_CONTINUE)
-            self._upload = endpoint.intake.uploads.expect(endpoint.body_timeout, self.refuse_body)
+            self._upload = endpoint.intake.uploads.expect(
+                endpoint.body_timeout, lambda: self._body_bytes, self.refuse_body
+            )
 
     def feed(self, data: bytes) -> None:
         """A part of the body. What is over the limit is not kept."""
         self._body_bytes += len(data)
         if self._body_bytes <= self._endpoint.intake.max_body_bytes:
-            self._body.append(data)
+            if not self._body:
+                self._body = data
+            else:  # not a list: a body may come in very small parts
+                self._body = body = self._body if isinstance(self._body, bytearray) else bytearray(self._body)
+                body += data
         else:
-            self._body.clear()
+            self._body = b""
             self.refuse_body(body_too_large(self._endpoint.intake.max_body_bytes))
 
     def refuse_body(self, error: GatewayError) -> None:
@@ -143,8 +149,8 @@ class DirectCycle:
         if self._body_bytes > self._endpoint.intake.max_body_bytes:
             self.refuse_body(body_too_large(self._endpoint.intake.max_body_bytes))
             return
-        body, self._body = self._body, []
-        arrival.body(body[0] if len(body) == 1 else b"".join(body))
+        body, self._body = self._body, b""
+        arrival.body(bytes(body))
 
     def _end_body(self) -> None:
         upload, self._upload = self._upload, None

@@ -49,6 +49,7 @@ from app.routing import RoundRobinRouter
 from app.settings import GatewaySettings
 from app.siblings import Place, Siblings
 from app.start_error import StartError
+from app.uploads import Uploads
 from app.waiting import WaitQueue
 
 if TYPE_CHECKING:
@@ -169,6 +170,7 @@ def create_app(settings: GatewaySettings, sink: LogSink | None = None, place: Pl
         relay=relay,
         metrics=metrics,
         ids=ids,
+        uploads=Uploads(stall_seconds=settings.body_stall_timeout_seconds),
         max_body_bytes=settings.max_body_bytes,
         keys=access.keys,
         access_log=_access_log(settings, sink),

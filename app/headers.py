@@ -12,6 +12,8 @@ from app.openai.errors import Header
 from workers.contract import HEADER_PREFIX, HEADER_REQUEST_ID, HEADER_STREAM
 
 REQUEST_ID = b"x-request-id"
+PROCESSING_MS = b"openai-processing-ms"
+"""From the whole request to the head of its answer."""
 _PREFIX = HEADER_PREFIX.encode()
 _HOP_BY_HOP = frozenset(
     (
@@ -39,7 +41,7 @@ _NOT_UPSTREAM = _HOP_BY_HOP | {
     REQUEST_ID,
 }
 # The gateway's server adds its own date; the length is that of what the gateway sends.
-_NOT_DOWNSTREAM = _HOP_BY_HOP | {b"content-length", b"date", b"server", REQUEST_ID}
+_NOT_DOWNSTREAM = _HOP_BY_HOP | {b"content-length", b"date", b"server", PROCESSING_MS, REQUEST_ID}
 _OURS = HEADER_REQUEST_ID.encode()
 _NOTES_WANTED = b"%b: 1\r\n" % HEADER_STREAM.encode()
 _SAFE_ID = re.compile(rb"[A-Za-z0-9._:+/=-]{1,128}")

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from uvicorn import Server
 
 from app.address import Address
-from app.client_protocol import HEAD_SECONDS, ClientConfig, ClientProtocol
+from app.client_protocol import ClientConfig, ClientProtocol
 from app.drain import Drain
 from app.exit_codes import DRAINED, OVERRAN
 from app.factory import GatewayApp
@@ -31,8 +31,6 @@ from app.websocket import PING_SECONDS, WebSocketProtocol
 
 logger = logging.getLogger(__name__)
 
-KEEP_ALIVE_SECONDS = 75
-"""Idle client connections; longer than common proxies keep theirs, so that they close first."""
 WEBSOCKET_FACTOR = 2
 """A message of a WebSocket that is so many times larger than an event may be is not read to its end."""
 
@@ -51,13 +49,13 @@ class GatewayServer(Server):
         *,
         on_listening: Callable[[], None] | None = None,
         on_forced_exit: Callable[[], None] | None = None,
-        head_seconds: float = HEAD_SECONDS,
         ping_seconds: float = PING_SECONDS,
     ) -> None:
+        settings = app.gateway.settings
         super().__init__(
             ClientConfig(
                 app,
-                head_seconds=head_seconds,
+                head_seconds=settings.head_timeout_seconds,
                 direct=app.direct,
                 ids=app.ids,
                 tls=app.gateway.access.tls,
@@ -76,7 +74,7 @@ class GatewayServer(Server):
                 server_header=False,
                 proxy_headers=False,
                 backlog=BACKLOG,
-                timeout_keep_alive=KEEP_ALIVE_SECONDS,
+                timeout_keep_alive=settings.keep_alive_seconds,
                 timeout_graceful_shutdown=1,
             )
         )

@@ -133,6 +133,13 @@ class GatewaySettings(BaseSettings):
     """A client that takes no byte for this long, while bytes wait for it, is given up."""
     body_timeout_seconds: Seconds = 60.0
     """How long a client may take to send a request's body."""
+    body_stall_timeout_seconds: Seconds = 20.0
+    """A client that sends less than 1024 bytes of a request's body in this time, and not its end, is given up (408)."""
+    head_timeout_seconds: Seconds = 30.0
+    """How long a client may take to send a request's head, from its connection or from the head's first byte."""
+    keep_alive_seconds: Annotated[int, Field(ge=1, le=86400)] = 75
+    """How long a client's connection is kept without a request; longer than common proxies keep theirs, so that they
+    close first."""
     heartbeat_timeout_seconds: Seconds = 3.5
     """A worker whose watch was silent for this long gets no new requests. Workers speak every second."""
 

@@ -339,6 +339,40 @@ def model_required(models: Sequence[str]) -> GatewayError:
     )
 
 
+def unsupported_encoding(given: str, known: Sequence[str]) -> GatewayError:
+    listed = ", ".join(known)
+    return GatewayError(
+        415,
+        "unsupported_content_encoding",
+        f"The content encoding {given[:100]!r} is not accepted here; send one of {listed}, or the body as it is.",
+        type="invalid_request_error",
+        fault="client",
+        headers=((b"accept-encoding", listed.encode("ascii")),),
+    )
+
+
+def invalid_encoding(coding: str, reason: str) -> GatewayError:
+    return GatewayError(
+        400,
+        "invalid_content_encoding",
+        f"The request body is not what its content encoding {coding} says: {reason}.",
+        type="invalid_request_error",
+        fault="client",
+    )
+
+
+def body_stalled(limit_seconds: float, least_bytes: int) -> GatewayError:
+    return GatewayError(
+        408,
+        "request_timeout",
+        f"Less than {least_bytes} bytes of the request body arrived within {limit_seconds:g} s.",
+        type="invalid_request_error",
+        fault="client",
+        retryable=True,
+        headers=((b"connection", b"close"),),
+    )
+
+
 def worker_lost(reason: str) -> GatewayError:
     """As an error event after something was delivered; as 502 when all attempts broke before that."""
     return GatewayError(

@@ -59,20 +59,22 @@ class RelayEndpoint:
     async def _read_body(self, receive: Receive) -> bytes:
         """The whole body, bounded in size and time."""
         limit = self._intake.max_body_bytes
-        parts: list[bytes] = []
-        size = 0
-        async with self._intake.uploads.within(self._body_timeout):
+        body: bytes | bytearray = b""
+        async with self._intake.uploads.within(self._body_timeout, lambda: len(body)):
             while True:
                 message = await receive()
                 if message["type"] == "http.disconnect":
                     raise ClientGone
                 part: bytes = message.get("body", b"")
-                size += len(part)
-                if size > limit:
+                if len(body) + len(part) > limit:
                     raise body_too_large(limit)
-                parts.append(part)
+                if not body:
+                    body = part
+                else:  # not a list: a body may come in very small parts
+                    body = body if isinstance(body, bytearray) else bytearray(body)
+                    body += part
                 if not message.get("more_body", False):
-                    return parts[0] if len(parts) == 1 else b"".join(parts)
+                    return bytes(body)
 
 
 def models_router(registry: WorkerRegistry, *, created: int) -> APIRouter:

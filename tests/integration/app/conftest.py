@@ -14,7 +14,6 @@ import uvloop
 
 from app.__main__ import bind
 from app.address import parse_address
-from app.client_protocol import HEAD_SECONDS
 from app.factory import Gateway, create_app
 from app.liveness import WorkerState
 from app.registry import WorkerEntry
@@ -99,7 +98,6 @@ async def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
 async def run_gateway(
     *workers: FakeWorker,
     wait_until_ready: bool = True,
-    head_seconds: float = HEAD_SECONDS,
     ping_seconds: float = PING_SECONDS,
     **settings: Any,
 ) -> AsyncIterator[Running]:
@@ -108,7 +106,7 @@ async def run_gateway(
     app = create_app(GatewaySettings(**{name: value for name, value in given.items() if value is not None}))
     if Shell.chosen == "asgi":
         app.direct = {}
-    server = GatewayServer(app, head_seconds=head_seconds, ping_seconds=ping_seconds)
+    server = GatewayServer(app, ping_seconds=ping_seconds)
     listener = bind("127.0.0.1", 0)
     port = listener.getsockname()[1]
     task = asyncio.create_task(server.serve(sockets=[listener]))
@@ -129,8 +127,9 @@ async def run_gateway(
 
 
 async def read_response(reader: asyncio.StreamReader) -> tuple[int, dict[str, str], bytes]:
-    """Status, headers and body of the next response on a raw connection."""
-    head = (await reader.readuntil(b"\r\n\r\n")).decode()
+    """Status, headers and body of the next response on a raw connection; interim ones are skipped."""
+    while (head := (await reader.readuntil(b"\r\n\r\n")).decode()).startswith("HTTP/1.1 1"):
+        pass
     first, *lines = head.strip().split("\r\n")
     headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
     if "content-length" in headers:

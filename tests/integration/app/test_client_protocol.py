@@ -164,13 +164,3 @@ async def test_transfer_codings_that_nobody_undoes(workers: Any, coding: bytes, 
         assert await reader.read() == b""
         writer.close()
     assert worker.calls == []
-
-
-async def test_a_body_that_is_compressed(workers: Any) -> None:
-    (worker,) = await workers("pod-0")
-    async with run_gateway(worker) as running:
-        answer = await running.client.post(
-            "/v1/completions", content=BODY, headers=[("content-encoding", "identity"), ("content-encoding", "gzip")]
-        )
-        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_json")
-    assert worker.calls == []

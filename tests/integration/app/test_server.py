@@ -65,7 +65,7 @@ async def test_errors_of_routing(workers: Any, method: str, path: str, status: i
         (b"", {}, 400, "invalid_json"),
         (b"nonsense", {}, 400, "invalid_json"),
         (b"[]", {}, 400, "invalid_json"),
-        (b"{}", {"content-encoding": "gzip"}, 400, "invalid_json"),
+        (b"{}", {"content-encoding": "gzip"}, 400, "invalid_content_encoding"),
         (b'{"x":"' + b"y" * 2000 + b'"}', {}, 413, "body_too_large"),
         (b"{}", {"content-type": "application/vnd.hotspare.resume"}, 415, "unsupported_media_type"),
     ],
@@ -462,7 +462,7 @@ async def test_a_head_that_is_too_long_behind_an_answer_that_runs(workers: Any) 
 @pytest.mark.parametrize("sent", [GET, GET + b"\r\n" + GET[:5]], ids=["first", "second"])
 async def test_a_head_that_does_not_end(workers: Any, sent: bytes) -> None:
     (worker,) = await workers("pod-0")
-    async with run_gateway(worker, head_seconds=0.2) as running:
+    async with run_gateway(worker, head_timeout_seconds=0.2) as running:
         reader, writer = await running.raw(sent)
         if b"\r\n\r\n" in sent:
             assert (await read_response(reader))[0] == 200
@@ -480,7 +480,7 @@ async def test_a_head_that_does_not_end(workers: Any, sent: bytes) -> None:
 @pytest.mark.parametrize("sent", [b"", b"\r\n", GET + b"\r\n\r\n"], ids=["nothing", "a line", "a line afterwards"])
 async def test_a_connection_that_asks_nothing(workers: Any, sent: bytes) -> None:
     (worker,) = await workers("pod-0")
-    async with run_gateway(worker, head_seconds=0.2) as running:
+    async with run_gateway(worker, head_timeout_seconds=0.2) as running:
         reader, writer = await running.raw(sent)
         if sent.startswith(b"GET"):
             assert (await read_response(reader))[0] == 200
@@ -493,7 +493,7 @@ async def test_a_connection_that_asks_nothing(workers: Any, sent: bytes) -> None
 async def test_the_deadline_of_the_head_is_not_that_of_body_or_answer(workers: Any) -> None:
     (worker,) = await workers("pod-0")
     worker.will(streams_then_waits(event("a")))
-    async with run_gateway(worker, head_seconds=0.1) as running:
+    async with run_gateway(worker, head_timeout_seconds=0.1) as running:
         body = json.dumps({"model": MODEL, "stream": True}).encode()
         head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: g\r\ncontent-length: %d\r\n\r\n" % len(body)
         reader, writer = await running.raw(head)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 
 import pytest
 
@@ -9,7 +10,7 @@ from app.admission import AdmissionController, InflightToken
 from app.drain import Drain, DrainProgress, DrainStage
 from app.lifecycle import LifecycleMachine
 from app.openai.errors import GatewayError
-from app.uploads import Uploads
+from app.uploads import LEAST_BYTES, Uploads
 
 
 class FakeConnection:
@@ -148,13 +149,13 @@ async def test_a_request_that_does_not_end_is_reported() -> None:
 
 
 async def test_uploads_end_with_the_drain_and_later_ones_never_begin() -> None:
-    uploads = Uploads()
+    uploads = Uploads(stall_seconds=60)
     forever = asyncio.Event()
     began = asyncio.Event()
     error = GatewayError(503, "draining", "x", type="server_error", fault="internal", retryable=True)
 
     async def upload(seconds: float) -> None:
-        async with uploads.within(seconds):
+        async with uploads.within(seconds, lambda: 0):
             began.set()
             await forever.wait()
 
@@ -169,10 +170,30 @@ async def test_uploads_end_with_the_drain_and_later_ones_never_begin() -> None:
 
 
 async def test_an_upload_that_is_too_slow() -> None:
-    uploads = Uploads()
+    uploads = Uploads(stall_seconds=60)
     with pytest.raises(GatewayError) as caught:
-        async with uploads.within(0.01):
+        async with uploads.within(0.01, lambda: 0):
             await asyncio.Event().wait()
     assert caught.value.code == "request_timeout"
-    async with uploads.within(5):
+    async with uploads.within(5, lambda: 0):
         pass
+
+
+async def test_an_upload_that_trickles() -> None:
+    uploads = Uploads(stall_seconds=0.02)
+    come = 0
+    stalled: asyncio.Future[GatewayError] = asyncio.get_running_loop().create_future()
+    upload = uploads.expect(60, lambda: come, stalled.set_result)
+    come = LEAST_BYTES - 1
+    assert (await stalled).code == "request_timeout"
+    upload.end()
+    assert uploads.interrupt_all(await stalled) == 0
+
+
+async def test_an_upload_that_makes_progress_has_its_whole_time() -> None:
+    looks = itertools.count(0, LEAST_BYTES)
+    with pytest.raises(GatewayError) as caught:
+        async with Uploads(stall_seconds=0.01).within(0.1, lambda: next(looks)):
+            await asyncio.Event().wait()
+    assert "0.1 s" in caught.value.message
+    assert next(looks) > 3 * LEAST_BYTES
