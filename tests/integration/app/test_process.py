@@ -17,8 +17,10 @@ from pathlib import Path
 
 import httpx
 import pytest
+from websockets.asyncio.client import connect
+from websockets.exceptions import ConnectionClosedOK
 
-from tests.integration.app.fake_worker import FakeWorker, answers
+from tests.integration.app.fake_worker import MODEL, FakeWorker, answers, event, streams_then_waits
 
 STARTED_SECONDS = 20.0
 
@@ -157,6 +159,31 @@ async def test_a_slow_reader_gets_its_last_byte_after_sigterm(start: Start) -> N
             await asyncio.sleep(2.5)  # longer than the server waits for connections once nothing is in flight
             rest = await asyncio.to_thread(receive_all, client)
         assert json.loads((head + rest).partition(b"\r\n\r\n")[2]) == document
+        assert await asyncio.to_thread(process.wait, 10) == 0
+
+
+async def test_a_realtime_session_after_sigterm(start: Start) -> None:
+    """The server's own shutdown would have closed it at once, with 1012."""
+    async with FakeWorker() as worker:
+        worker.will(streams_then_waits(event("a")))
+        process = start("--port", "0", "--workers", worker.address, "--drain-timeout-seconds", "20")
+        address = (await asyncio.to_thread(listening, process)).removeprefix("http://")
+        async with connect(f"ws://{address}/v1/realtime?model={MODEL}", proxy=None) as session, asyncio.timeout(15):
+            item = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hi"}]}
+            await session.send(json.dumps({"type": "conversation.item.create", "item": item}))
+            await session.send('{"type":"response.create"}')
+            call = await worker.call()
+            process.send_signal(signal.SIGTERM)
+            while json.loads(await session.recv()).get("error", {}).get("code") != "draining":
+                pass
+            call.go.set()
+            while (done := json.loads(await session.recv()))["type"] != "response.done":
+                pass
+            assert done["response"]["status"] == "completed"
+            with pytest.raises(ConnectionClosedOK) as closed:
+                await session.recv()
+            assert closed.value.rcvd is not None
+            assert closed.value.rcvd.code == 1001
         assert await asyncio.to_thread(process.wait, 10) == 0
 
 

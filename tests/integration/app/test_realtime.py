@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -21,7 +22,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from app.factory import create_app
 from app.lifecycle import Lifecycle
 from app.settings import GatewaySettings
-from tests.integration.app.conftest import Running, read_response, run_gateway
+from tests.integration.app.conftest import Running, read_response, run_gateway, until
 from tests.integration.app.fake_worker import (
     MODEL,
     STREAM_HEAD,
@@ -542,6 +543,16 @@ async def test_a_response_needs_room_like_any_request(workers: Any) -> None:
         assert (await session.until("response.done"))[0]["response"]["status"] == "completed"
 
 
+async def test_a_request_that_is_larger_than_a_body_may_be(workers: Any) -> None:
+    (worker,) = await workers("pod-0")
+    async with run_gateway(worker, max_body_bytes=2_000) as running, plain(running) as session:
+        await session.ask(instructions="x" * 2_000)
+        response = (await session.until("response.done"))[0]["response"]
+        assert response["status_details"]["error"]["code"] == "body_too_large"
+        await session.send("response.create")
+        assert (await session.until("response.done"))[0]["response"]["status"] == "completed"
+
+
 # Clients leave, cancel, or do not read
 
 
@@ -593,13 +604,17 @@ async def endless(call: Call) -> None:
 
 @asynccontextmanager
 async def stuck(running: Running) -> AsyncIterator[tuple[Plain, Any]]:
-    """A client that can be made to read nothing, and the gateway's side of it."""
-    async with plain(running, max_queue=1, ping_interval=None) as session:
+    """A client that can be made to read nothing, and the gateway's side of it. Little fits between the two."""
+    narrow = socket.socket()
+    narrow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    narrow.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(narrow, ("127.0.0.1", running.port))
+    async with plain(running, max_queue=1, ping_interval=None, sock=narrow) as session:
         (connection,) = running.gateway.sessions._connections
         yield session, connection
-        await running.until(lambda: connection.paused)
+        await until(lambda: connection.paused, 20)
         assert connection._queued_bytes < 1 << 20
-        await running.until(lambda: running.gateway.sessions.count == 0)
+        await until(lambda: running.gateway.sessions.count == 0, 20)
         session.socket.transport.abort()
 
 
@@ -619,7 +634,7 @@ async def test_a_client_that_reads_nothing_is_given_up(workers: Any) -> None:
 
 async def test_a_client_that_asks_and_reads_nothing_is_not_listened_to(workers: Any) -> None:
     (worker,) = await workers("pod-0")
-    item = SAID | {"id": "i", "content": [{"type": "input_text", "text": "y" * 20_000}]}
+    item = SAID | {"id": "i", "content": [{"type": "input_text", "text": "y" * 500_000}]}
 
     async def ask_on(session: Plain) -> None:
         while True:
