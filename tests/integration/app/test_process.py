@@ -20,7 +20,17 @@ import pytest
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosedOK
 
-from tests.integration.app.fake_worker import MODEL, FakeWorker, answers, event, streams_then_waits
+from tests.integration.app.fake_worker import (
+    MODEL,
+    STREAM_HEAD,
+    Behaviour,
+    FakeWorker,
+    answers,
+    chunk,
+    event,
+    sends_and_cuts,
+    streams_then_waits,
+)
 
 STARTED_SECONDS = 20.0
 
@@ -123,6 +133,50 @@ def test_nobody_reads_the_log(start: Start) -> None:
             assert client.post(f"{url}/tokenize", content=b"{}").status_code == 503
     process.send_signal(signal.SIGTERM)
     assert process.wait(10) == 0
+
+
+@pytest.mark.parametrize("form", ["console", "json"])
+async def test_nobodys_words_are_logged_at_any_level(start: Start, form: str) -> None:
+    """Also where a request goes wrong: what a client said, and what a worker says about it."""
+    words = "my-very-own-words"
+    chat = {"model": "tiny", "messages": [{"role": "user", "content": words}]}
+    whole = json.dumps(chat).encode()
+    repeated = {"message": words, "type": "x", "param": None, "code": "x"}
+    async with FakeWorker() as worker:
+        process = start(
+            *("--port", "0", "--workers", worker.address, "--max-body-bytes", "4096", "--attempt-limit", "1"),
+            HOTSPARE_LOG_LEVEL="debug",
+            HOTSPARE_LOG_FORMAT=form,
+        )
+        line = await asyncio.to_thread(read_until, process, "listening on ")
+        url = line.split("listening on ")[1].split('"')[0].split()[0]
+        async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=10) as client:
+
+            async def post(body: bytes, *behaviours: Behaviour) -> int:
+                worker.will(*behaviours)
+                answer = await client.post("/v1/chat/completions", content=body)
+                return answer.status_code
+
+            assert await post(whole) == 200
+            for body, status in (
+                (whole[:-1], 400),
+                (whole.replace(b'"tiny"', b"tiny"), 400),
+                (json.dumps(words).encode(), 400),
+                (words.encode() + b"\xff", 400),
+                (json.dumps({"model": words}).encode(), 404),
+                (whole + b" " * 5000, 413),
+            ):
+                assert await post(body) == status, body
+            assert await post(whole, answers(400, {"error": repeated})) == 400
+            assert await post(whole, answers(500, {"detail": words})) == 500
+            assert await post(whole, sends_and_cuts(words.encode() + b"\r\n\r\n")) == 502
+            broken = sends_and_cuts(STREAM_HEAD + chunk(event(words)) + b"no chunk")
+            assert await post(json.dumps(chat | {"stream": True}).encode(), broken) == 502
+            assert (await client.get(f"/v1/models/{words}")).status_code == 404
+        process.send_signal(signal.SIGTERM)
+        _, rest = await asyncio.to_thread(process.communicate)
+    assert rest.count("/v1/chat/completions") == 11
+    assert words not in rest
 
 
 def test_a_second_signal_ends_it_at_once(start: Start, tmp_path: Path) -> None:
