@@ -154,8 +154,10 @@ class Attempt:
             self._splitter = EventSplitter() if find(headers, _STREAM) is None else UnitSplitter()
 
     def read(self, data: bytes, done: bool) -> None:
-        self.progress_at = time.monotonic()
-        self.responded = True
+        # A worker's comments alone are no progress: they would hide a stall for ever. Its steps are its sign of life.
+        if self._splitter is None or data[:1] != b":" or b"\ndata:" in data:
+            self.progress_at = time.monotonic()
+            self.responded = True
         if done:
             self._connection = None  # it is back in the pool, and no longer ours
         if self._splitter is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, nullcontext
@@ -157,8 +158,8 @@ def create_app(settings: GatewaySettings, sink: LogSink | None = None, place: Pl
         queue=queue,
         limits=RelayLimits(
             wait_for_worker=settings.wait_for_worker_seconds,
-            first_byte=settings.first_byte_timeout_seconds,
-            stall=settings.stall_timeout_seconds,
+            first_byte=settings.first_byte_timeout_seconds or math.inf,
+            stall=settings.stall_timeout_seconds or math.inf,
             keepalive=settings.keepalive_seconds,
             attempts=settings.attempt_limit,
             max_held_bytes=settings.max_held_bytes,

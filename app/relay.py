@@ -35,10 +35,12 @@ STALL_LIMITS_WITHOUT_ALTERNATIVE = 3
 """A silent worker is left at the limit only for another one. Alone it gets this many limits: by then (180 s) its keeper
 has replaced an engine that is stuck (120 s without a step), and the request ran again there."""
 
+LONGEST_TIMER_SECONDS = 3600.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RelayLimits:
-    """Durations in seconds."""
+    """Durations in seconds; ``first_byte`` and ``stall`` may be infinite."""
 
     wait_for_worker: float
     first_byte: float
@@ -352,7 +354,7 @@ class Exchange:
     def _arm(self) -> None:
         now = time.monotonic()
         limits = self._limits
-        due = now + min(limits.first_byte, limits.stall)
+        due = now + min(limits.first_byte, limits.stall, LONGEST_TIMER_SECONDS)
         if self._request.streaming:
             due = min(due, max(self._keep_alive_due(now), now + 0.05))
         if self._attempt is not None and not self._paused:

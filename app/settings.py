@@ -67,6 +67,8 @@ def _token(value: SecretStr) -> SecretStr:
 
 Seconds = Annotated[float, Field(gt=0, le=86400, allow_inf_nan=False)]
 
+SecondsOrOff = Annotated[float, Field(ge=0, le=86400, allow_inf_nan=False)]
+
 
 class GatewaySettings(BaseSettings):
     """What the gateway process can be told. Durations are seconds, sizes bytes."""
@@ -123,10 +125,11 @@ class GatewaySettings(BaseSettings):
     ``overloaded`` if all workers were full."""
     connect_timeout_seconds: Seconds = 2.0
     """How long connecting to a worker may take."""
-    first_byte_timeout_seconds: Seconds = 60.0
-    """Silence allowed before an answer begins; starts again whenever the worker's ``steps`` advance."""
-    stall_timeout_seconds: Seconds = 60.0
-    """Silence allowed within an answer; starts again whenever the worker's ``steps`` advance."""
+    first_byte_timeout_seconds: SecondsOrOff = 60.0
+    """Silence allowed before an answer begins; starts again whenever the worker's ``steps`` advance. 0: any."""
+    stall_timeout_seconds: SecondsOrOff = 60.0
+    """Silence allowed within an answer; starts again whenever the worker's ``steps`` advance. A worker's comments are
+    silence. 0: any."""
     keepalive_seconds: Seconds = 15.0
     """A streaming client that was sent nothing for this long gets a comment, so that proxies keep the connection."""
     client_write_timeout_seconds: Seconds = 60.0

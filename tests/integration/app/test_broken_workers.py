@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from typing import Any
 
@@ -461,6 +462,41 @@ async def test_steps_are_a_sign_of_life(workers: Any) -> None:
             one.say(steps=step + 1)
             await asyncio.sleep(0.1)
         assert not asked.done()
+        call.go.set()
+        assert (await asked).json()["choices"][0]["message"]["content"] == "from pod-0"
+
+
+@pytest.mark.parametrize("delivered", [False, True], ids=["before the first event", "within the stream"])
+async def test_a_workers_comments_are_silence(workers: Any, delivered: bool) -> None:
+    one, two = await workers("pod-0", "pod-1")
+
+    async def comments(call: Call) -> None:
+        await call.send(STREAM_HEAD + (chunk(event("a")) if delivered else b""))
+        while not call.closed.is_set():
+            await call.send(chunk(b": still here\n\n"))
+            await asyncio.sleep(0.02)
+
+    one.will(comments)
+    limits = {"first_byte_timeout_seconds": 0.3, "stall_timeout_seconds": 0.3}
+    async with run_gateway(one, two, **limits) as running:
+        await running.until(lambda: len(running.gateway.registry.candidates("")) == 2)
+        answer = await running.chat(stream=True)
+        assert len(one.calls) == 1
+        assert (b"worker_lost" in answer.content) == delivered
+        assert (b"from pod-1" in answer.content) != delivered
+        await asyncio.wait_for(one.calls[0].closed.wait(), 2)
+
+
+async def test_limits_of_silence_can_be_off(workers: Any) -> None:
+    one, two = await workers("pod-0", "pod-1")
+    one.will(hangs)
+    async with run_gateway(one, two, first_byte_timeout_seconds=0, stall_timeout_seconds=0) as running:
+        await running.until(lambda: len(running.gateway.registry.candidates("")) == 2)
+        asked = asyncio.create_task(running.chat())
+        call = await one.call()
+        (exchange,) = running.gateway.relay._exchanges
+        assert exchange._attempt is not None
+        assert exchange._silent_until(exchange._attempt) == math.inf
         call.go.set()
         assert (await asked).json()["choices"][0]["message"]["content"] == "from pod-0"
 
