@@ -16,6 +16,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any, cast
@@ -26,10 +27,21 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.server import ServerState
 
 from app.asgi import WRITTEN, AsgiApp, Message, Receive, Scope, Send
+from app.connections import SURPLUS_HEAD_SECONDS, Connections, Room
+from app.cors import Cors
+from app.credentials import OPEN_PATHS
 from app.direct import LINGER_SECONDS, DirectCycle, DirectEndpoint
 from app.headers import client_request_id
 from app.intake import RequestIds
-from app.openai.errors import GatewayError, Header, head_too_large, head_too_slow, malformed_request, method_not_allowed
+from app.openai.errors import (
+    GatewayError,
+    Header,
+    head_too_large,
+    head_too_slow,
+    malformed_request,
+    method_not_allowed,
+    too_many_connections,
+)
 from app.request_head import LOOKED_AT, check_fields, check_target
 from app.tls import ServerTls
 from app.websocket import WebSocketProtocol, is_handshake
@@ -53,6 +65,8 @@ class ClientConfig(Config):
         head_seconds: float,
         direct: Mapping[bytes, DirectEndpoint] | None = None,
         ids: RequestIds | None = None,
+        cors: Cors | None = None,
+        connections: Connections | None = None,
         tls: ServerTls | None = None,
         handshake_seconds: float = HANDSHAKE_SECONDS,
         http: type[asyncio.Protocol] | None = None,
@@ -64,6 +78,8 @@ class ClientConfig(Config):
         self.head_seconds = head_seconds
         self.direct = dict(direct or {})
         self.ids = ids or RequestIds()
+        self.cors = cors
+        self.connections = connections or Connections(limit=sys.maxsize, on_refused=lambda: None)
 
 
 class ClientProtocol(HttpToolsProtocol):
@@ -82,6 +98,9 @@ class ClientProtocol(HttpToolsProtocol):
         self._head_seconds = config.head_seconds
         self._direct = config.direct
         self._ids = config.ids
+        self.cors = config.cors
+        self._room = Room.FREE
+        self._connections = config.connections
         self._default_headers: list[tuple[bytes, bytes]] | None = None
         self._default_head = b""
         self._head_timer: asyncio.TimerHandle | None = None
@@ -119,10 +138,17 @@ class ClientProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._room = self._connections.enter()
+        if self._room is Room.NONE:
+            self._refused = True
+            transport.abort()
+        elif self._room is Room.SURPLUS:
+            self._head_seconds = min(self._head_seconds, SURPLUS_HEAD_SECONDS)
         self._arm()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._lost = True
+        self._connections.leave()
         self._disarm()
         self._arriving = None
         cycles: list[object] = [self._serving, *(cycle for cycle, _ in self.pipeline), self.cycle, *self._unwritten]
@@ -164,6 +190,7 @@ class ClientProtocol(HttpToolsProtocol):
         try:
             protocol.take_over(self.transport, self.url, self.headers, rest)
             self._refused = True  # nothing that follows is for us
+            self._connections.leave()  # sessions have a limit of their own
         except GatewayError as error:
             self._refuse(error)
 
@@ -241,6 +268,9 @@ class ClientProtocol(HttpToolsProtocol):
             raise head_too_large(MAX_HEAD_BYTES)
         parser, target = self.parser, self.url
         method: bytes = parser.get_method()
+        if self._room is not Room.FREE and target not in OPEN_PATHS:
+            self._connections.refused()
+            raise too_many_connections(self._connections.limit)
         head = (parser.get_http_version(), self._looked_at)
         if head != self._good:
             self.expect_100_continue = check_fields(*head)
@@ -295,7 +325,7 @@ class ClientProtocol(HttpToolsProtocol):
 
         async def ending(scope: Scope, receive: Receive, send: Send) -> None:
             async def send_and_look(message: Message) -> None:
-                if message["type"] == "http.response.start" and cycle.more_body and cycle.keep_alive:
+                if message["type"] == "http.response.start" and cycle.keep_alive and self._is_last(cycle):
                     kept = [header for header in message["headers"] if header[0] != b"connection"]
                     message["headers"] = [*kept, (b"connection", b"close")]
                     await send(message)
@@ -306,6 +336,20 @@ class ClientProtocol(HttpToolsProtocol):
             await app(scope, receive, send_and_look)
 
         return ending
+
+    def _is_last(self, cycle: RequestResponseCycle) -> bool:
+        return cycle.more_body or self._room is not Room.FREE
+
+    def eof_received(self) -> bool | None:  # type: ignore[override]
+        """The client sends no more. Whether it still reads nobody can tell: a close looks the same. Who asked for an
+        answer that costs a worker is taken to be gone, as proxies do; what is answered at once is answered."""
+        cycle: object = self.cycle
+        if not isinstance(cycle, RequestResponseCycle) or cycle.response_complete or cycle.more_body or self.pipeline:
+            return None
+        if cycle.scope["method"] not in ("GET", "HEAD", "OPTIONS") or not self.transport.can_write_eof():
+            return None
+        self._refused = self._ending = True
+        return True
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -413,6 +457,8 @@ class ClientProtocol(HttpToolsProtocol):
         body = error.body
         request_id = client_request_id(self.headers or ()) or self._ids.new()
         lines = b"".join(b"%b: %b\r\n" % header for header in error.headers if header[0] != b"connection")
+        if self.cors is not None:
+            lines += self.cors.lines(self.headers or ())
         self.transport.write(
             b"HTTP/1.1 %d %b\r\n%b%bcontent-type: application/json\r\ncontent-length: %d\r\nx-request-id: %b\r\n"
             b"connection: close\r\n\r\n%b"

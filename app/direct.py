@@ -179,6 +179,8 @@ class DirectCycle:
         """Held until the first bytes, so that both go out in one write."""
         self.response_started = True
         lines = [_STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status, self._protocol.default_head()]
+        if self._protocol.cors is not None:
+            lines.append(self._protocol.cors.lines(self._headers))
         framed = False
         for name, value in headers:
             framed = framed or name == b"content-length"

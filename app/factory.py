@@ -20,6 +20,8 @@ from app.access import Access
 from app.access_log import AccessLog
 from app.admission import AdmissionController
 from app.asgi import Message, Receive, Scope, Send
+from app.connections import Connections
+from app.cors import Cors
 from app.credentials import OPEN_PATHS, ApiKeys
 from app.direct import DirectEndpoint
 from app.discovery.follower import Discovery
@@ -32,8 +34,9 @@ from app.intake import Intake, RequestIds
 from app.lifecycle import Lifecycle, LifecycleEvent, LifecycleMachine
 from app.log_sink import LogSink
 from app.loop_lag import LoopLag
+from app.methods import methods_of, with_general, without_body
 from app.metrics import GatewayMetrics
-from app.openai.errors import GatewayError, from_status, internal, method_not_allowed, not_found
+from app.openai.errors import GatewayError, Header, from_status, internal, method_not_allowed, not_found
 from app.openai.refused import refusal
 from app.openai.surface import RELAY_ROUTES
 from app.realtime import RealtimeLimits
@@ -99,6 +102,8 @@ class GatewayApp(FastAPI):
     ids: RequestIds
     keys: ApiKeys | None
     """Relayed routes look themselves."""
+    cors: Cors | None
+    connections: Connections
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
@@ -107,17 +112,14 @@ class GatewayApp(FastAPI):
         if scope["type"] != "http":
             await super().__call__(scope, receive, send)
             return
+        if self.cors is not None:
+            send = _with_headers(self.cors.answer(scope["headers"]), send)
         endpoint = self.endpoints.get(scope["raw_path"].decode("latin-1"))
         if endpoint is not None and scope["method"] == "POST":
             await endpoint(scope, receive, send)
             return
         request_id = client_request_id(scope["headers"]) or self.ids.new()
-
-        async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], (REQUEST_ID, request_id)]
-            await send(message)
-
+        send_with_id = _with_headers([(REQUEST_ID, request_id)], send)
         raw_path: bytes = scope["raw_path"]
         # A preflight comes without credentials (Fetch standard), and its answer holds nothing.
         if self.keys is not None and raw_path not in OPEN_PATHS and scope["method"] != "OPTIONS":
@@ -130,7 +132,22 @@ class GatewayApp(FastAPI):
             # Routes are matched as they are written: a proxy's rules about paths must mean the same as ours.
             await _answer(not_found(raw_path.decode("latin-1")))(scope, receive, send_with_id)
             return
+        if scope["method"] == "OPTIONS" and (allowed := self.allowed(scope)):
+            preflight = [] if self.cors is None else self.cors.preflight(scope["headers"])
+            headers = [(b"allow", ", ".join(allowed).encode("ascii")), *preflight]
+            await send_with_id({"type": "http.response.start", "status": 204, "headers": headers})
+            await send_with_id({"type": "http.response.body", "body": b""})
+            return
+        if scope["method"] == "HEAD":
+            scope, send_with_id = {**scope, "method": "GET"}, without_body(send_with_id)
         await super().__call__(scope, receive, send_with_id)
+
+    def allowed(self, scope: Scope) -> list[str]:
+        """The methods that the path of ``scope`` answers; none if there is no such path."""
+        if scope["raw_path"] == b"*":  # the server as a whole
+            return with_general(("GET", "POST"))
+        found = {"POST"} if scope["path"] in self.endpoints else set()
+        return with_general(found | set(methods_of(self.routes, scope)))
 
 
 def create_app(settings: GatewaySettings, sink: LogSink | None = None, place: Place | None = None) -> GatewayApp:
@@ -227,6 +244,9 @@ def create_app(settings: GatewaySettings, sink: LogSink | None = None, place: Pl
     )
     app.ids = ids
     app.keys = access.keys
+    app.cors = _cors(settings)
+    app.connections = Connections(limit=settings.max_connections, on_refused=metrics.connection_refused)
+    metrics.count_connections(lambda: app.connections.open)
     app.realtime = RealtimeEndpoint(
         intake,
         sessions,
@@ -308,6 +328,26 @@ def _log_lifecycle(state: Lifecycle) -> None:
     logger.info("gateway is %s", state.value)
 
 
+def _with_headers(headers: list[Header], send: Send) -> Send:
+    async def send_with_headers(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message["headers"] = [*message["headers"], *headers]
+        await send(message)
+
+    return send_with_headers
+
+
+def _cors(settings: GatewaySettings) -> Cors | None:
+    if not settings.cors_allow_origins:
+        return None
+    return Cors(
+        origins=settings.cors_allow_origins,
+        methods=settings.cors_allow_methods,
+        headers=settings.cors_allow_headers,
+        max_age_seconds=settings.cors_max_age_seconds,
+    )
+
+
 def _answer(error: GatewayError) -> Response:
     response = Response(error.body, status_code=error.status, media_type="application/json")
     for name, value in error.headers:
@@ -328,12 +368,11 @@ def _install_errors(app: GatewayApp) -> None:
             raise error
         path = request.url.path
         if error.status_code in (404, 405) and path in app.endpoints:
-            return _answer(method_not_allowed(request.method, path, ["POST"]))
+            return _answer(method_not_allowed(request.method, path, app.allowed(request.scope)))
         if error.status_code == 404:
             return _answer(refusal(path) or not_found(path))
         if error.status_code == 405:
-            allowed = (error.headers or {}).get("Allow", "")
-            return _answer(method_not_allowed(request.method, path, [allowed] if allowed else []))
+            return _answer(method_not_allowed(request.method, path, app.allowed(request.scope)))
         return _answer(from_status(error.status_code, str(error.detail)))
 
     async def invalid(request: Request, error: Exception) -> Response:

@@ -14,7 +14,7 @@ import contextlib
 import platform
 import time
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from itertools import accumulate
 from operator import attrgetter
@@ -48,6 +48,7 @@ GAUGE_MERGE: Final[Mapping[str, Rule]] = MappingProxyType(
         "hotspare_discovery_up": "min",
         "hotspare_drain_remaining_seconds": "max",
         "hotspare_drain_stage": "max",
+        "hotspare_client_connections": "sum",
         "hotspare_inflight_requests": "sum",
         "hotspare_lifecycle": "max",
         "hotspare_realtime_sessions": "sum",
@@ -177,6 +178,10 @@ class GatewayMetrics:
         self._errors = Counter(
             "hotspare_gateway_errors", "Errors that the gateway itself reported.", ["route", "code"], registry=own
         )
+        self._connections = Gauge("hotspare_client_connections", "Connections of clients.", registry=own)
+        self._connections_refused = Counter(
+            "hotspare_refused_connections", "Connections of clients beyond the limit.", registry=own
+        )
         self._inflight = Gauge("hotspare_inflight_requests", "Requests in flight.", registry=own)
         self._queued = Gauge("hotspare_queued_requests", "Requests in line for a worker.", registry=own)
         self._queue_wait = Histogram(
@@ -243,6 +248,13 @@ class GatewayMetrics:
             self._disconnects.labels(route).inc()
         if error_code:
             self._errors.labels(route, error_code).inc()
+
+    def connection_refused(self) -> None:
+        self._connections_refused.inc()
+
+    def count_connections(self, count: Callable[[], int]) -> None:
+        """Who is asked how many there are, whenever somebody wants to know."""
+        self._connections.set_function(count)
 
     def sessions(self, count: int) -> None:
         self._sessions.set(count)

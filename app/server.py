@@ -58,6 +58,8 @@ class GatewayServer(Server):
                 head_seconds=settings.head_timeout_seconds,
                 direct=app.direct,
                 ids=app.ids,
+                cors=app.cors,
+                connections=app.connections,
                 tls=app.gateway.access.tls,
                 handshake_seconds=app.gateway.settings.tls_handshake_timeout_seconds,
                 http=None if app.gateway.access.tls is None else TlsFront,

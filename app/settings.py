@@ -46,6 +46,16 @@ def _keys(value: object) -> object:
     return tuple(map(SecretStr, parse_keys(value))) if isinstance(value, str) else value
 
 
+def _listed(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    items = tuple(item.strip() for item in value.split(",") if item.strip())
+    for item in items:
+        if not item.isascii() or not item.isprintable() or " " in item:
+            raise ValueError(f"{item!r} cannot stand in a header")
+    return items
+
+
 def _address(value: object) -> object:
     return parse_address(value) if isinstance(value, str) else value
 
@@ -163,6 +173,9 @@ class GatewaySettings(BaseSettings):
     this size is not read: the connection is closed with code 1009."""
     max_realtime_conversation_bytes: Annotated[int, Field(ge=1024, le=1 << 30)] = 4 * MIB
     """Most text that a realtime session keeps: its conversation's, and each of its responses'."""
+    max_connections: Annotated[int, Field(ge=1, le=1 << 20)] = 16384
+    """Most connections of clients, for each process; one more is answered with 503, unless it asks for ``/live`` or
+    ``/health``."""
     attempt_limit: Annotated[int, Field(ge=1, le=100)] = 3
     """How often a request is started, in all, when workers break under it before anything was delivered."""
     drain_timeout_seconds: Annotated[
@@ -178,6 +191,16 @@ class GatewaySettings(BaseSettings):
         ),
     ] = 5.0
     """How long admitted requests may go on after SIGTERM."""
+
+    cors_allow_origins: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_listed)] = ()
+    """Web pages of these origins may call the gateway from a browser, comma separated, such as
+    ``https://chat.example.com``; ``*``: all. None: no page may."""
+    cors_allow_methods: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_listed)] = ("GET", "HEAD", "POST")
+    """What such pages may do, comma separated."""
+    cors_allow_headers: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_listed)] = ("*",)
+    """Headers that such pages may set, comma separated; ``*``: all, ``authorization`` included."""
+    cors_max_age_seconds: Annotated[int, Field(ge=0, le=86400)] = 600
+    """How long a browser may remember what pages may do."""
 
     log_format: Literal["console", "json"] = "console"
     """Lines for people, or one JSON object a line."""

@@ -251,6 +251,18 @@ def head_too_large(limit_bytes: int) -> GatewayError:
     )
 
 
+def too_many_connections(limit: int) -> GatewayError:
+    return GatewayError(
+        503,
+        "too_many_connections",
+        f"The gateway has reached its limit of {limit} connections; try again shortly.",
+        type="server_error",
+        fault="internal",
+        retryable=True,
+        headers=(*_RETRY_SOON, (b"connection", b"close")),
+    )
+
+
 def head_too_slow(limit_seconds: float) -> GatewayError:
     return GatewayError(
         408,

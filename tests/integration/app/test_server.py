@@ -42,7 +42,7 @@ def error_of(answer: httpx.Response) -> tuple[int, str]:
         ("POST", "/v1/chat/completions/", 404, "not_found"),
         ("GET", "/internal/watch", 404, "not_found"),
         ("POST", "/internal/watch", 404, "not_found"),
-        ("GET", "/docs", 404, "not_found"),
+        ("GET", "/redoc", 404, "not_found"),
         ("GET", "/v1/chat/completions", 405, "method_not_allowed"),
         ("DELETE", "/v1/embeddings", 405, "method_not_allowed"),
         ("POST", "/v1/models", 405, "method_not_allowed"),

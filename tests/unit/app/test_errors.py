@@ -19,6 +19,12 @@ CASES: list[tuple[GatewayError, int, str, dict[bytes, bytes]]] = [
     (errors.workers_full(15, "m", retry_after=2.01), 429, "overloaded", RETRY),
     (errors.model_not_found("m"), 404, "model_not_found", {}),
     (errors.head_too_large(4), 431, "head_too_large", {b"connection": b"close"}),
+    (
+        errors.too_many_connections(4),
+        503,
+        "too_many_connections",
+        {b"retry-after": b"1", b"connection": b"close"},
+    ),
     (errors.head_too_slow(4), 408, "request_timeout", {b"connection": b"close"}),
     (errors.body_too_large(4), 413, "body_too_large", {}),
     (errors.body_too_slow(4), 408, "request_timeout", {b"connection": b"close"}),

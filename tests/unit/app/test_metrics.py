@@ -16,7 +16,7 @@ from app.relayed import Report
 
 UNITS = (
     "seconds|bytes|info|requests|sessions|retries|disconnects|errors|lifecycle|fds|dropped|state|stage|epoch|routable|"
-    "up|workers|spans"
+    "up|workers|spans|connections"
 )
 BASE_UNITS = re.compile(rf"_({UNITS})$")
 
