@@ -23,7 +23,7 @@ UP = ("up", "--engine", "sim", "--port", "0", "--base-port", "0")
 
 
 def hotspare(
-    *arguments: str, env: Mapping[str, str] | None = None, cwd: Path = ROOT
+    *arguments: str, env: Mapping[str, str] | None = None, cwd: Path = ROOT, deadline_seconds: float = DEADLINE_SECONDS
 ) -> subprocess.CompletedProcess[str]:
     """One short command, to its end."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("HOTSPARE_")}
@@ -33,7 +33,7 @@ def hotspare(
         cwd=cwd,
         capture_output=True,
         text=True,
-        timeout=DEADLINE_SECONDS,
+        timeout=deadline_seconds,
         check=False,
     )
 

@@ -14,7 +14,7 @@ import pytest
 
 from app.cli.bench.gateway.figures import RATIOS
 from tests.support.machine import ROOT, hotspare
-from tests.support.processes import Process, until
+from tests.support.processes import MS, Process, until
 
 pytestmark = [
     pytest.mark.process,
@@ -36,9 +36,10 @@ def left_over(folder: Path) -> list[str]:
 
 def test_every_figure_comes_and_nothing_is_left(tmp_path: Path) -> None:
     done = hotspare(
-        *("bench", "gateway", "--rounds", "1", "--seconds", "0.2", "--streams", "40", "--json"),
+        *("bench", "gateway", "--rounds", "1", "--seconds", "0.1", "--streams", "40", "--json"),
         *("--peers", "vllm-router", "--peers-dir", str(tmp_path / "none")),
         env={"TMPDIR": str(tmp_path)},
+        deadline_seconds=50_000 * MS,
     )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
