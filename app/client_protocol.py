@@ -16,23 +16,18 @@
 from __future__ import annotations
 
 import asyncio
-import sys
-from collections.abc import Mapping
-from http import HTTPStatus
 from typing import Any, cast
 
 import httptools
 from uvicorn import Config
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 from uvicorn.server import ServerState
 
 from app.asgi import WRITTEN, AsgiApp, Message, Receive, Scope, Send
-from app.connections import SURPLUS_HEAD_SECONDS, Connections, Room
-from app.cors import Cors
+from app.client_output import ClientOutput
+from app.connections import SURPLUS_HEAD_SECONDS, Room
 from app.credentials import OPEN_PATHS
-from app.direct import LINGER_SECONDS, DirectCycle, DirectEndpoint
-from app.headers import client_request_id
-from app.intake import RequestIds
+from app.direct import DirectCycle, DirectEndpoint
 from app.openai.errors import (
     GatewayError,
     Header,
@@ -43,46 +38,16 @@ from app.openai.errors import (
     too_many_connections,
 )
 from app.request_head import LOOKED_AT, check_fields, check_target
-from app.tls import ServerTls
 from app.websocket import WebSocketProtocol, is_handshake
 
 MAX_HEAD_BYTES = 64 * 1024
-TLS_LOOK_SECONDS = 0.02
 MAX_FRAMING_BYTES = 16 * 1024
 """Of a body's trailers, or of one chunk's extensions."""
 MAX_PIPELINED = 64
 """Requests of one connection that wait for the answer to an earlier one."""
-HANDSHAKE_SECONDS = 10.0
 
 
-class ClientConfig(Config):
-    """uvicorn's configuration and ours. Durations in seconds. ``direct``: path → what is served without ASGI."""
-
-    def __init__(
-        self,
-        app: Any,
-        *,
-        head_seconds: float,
-        direct: Mapping[bytes, DirectEndpoint] | None = None,
-        ids: RequestIds | None = None,
-        cors: Cors | None = None,
-        connections: Connections | None = None,
-        tls: ServerTls | None = None,
-        handshake_seconds: float = HANDSHAKE_SECONDS,
-        http: type[asyncio.Protocol] | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(app, http=http or ClientProtocol, **options)
-        self.tls = tls
-        self.handshake_seconds = handshake_seconds
-        self.head_seconds = head_seconds
-        self.direct = dict(direct or {})
-        self.ids = ids or RequestIds()
-        self.cors = cors
-        self.connections = connections or Connections(limit=sys.maxsize, on_refused=lambda: None)
-
-
-class ClientProtocol(HttpToolsProtocol):
+class ClientProtocol(ClientOutput):
     """One connection of one client; its requests come one after the other."""
 
     def __init__(
@@ -93,16 +58,10 @@ class ClientProtocol(HttpToolsProtocol):
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
-        if not isinstance(config, ClientConfig):
-            raise TypeError("this protocol needs a ClientConfig")
-        self._head_seconds = config.head_seconds
-        self._direct = config.direct
-        self._ids = config.ids
-        self.cors = config.cors
+        self._head_seconds = self.shared.head_seconds
+        self._direct = self.shared.direct
         self._room = Room.FREE
-        self._connections = config.connections
-        self._default_headers: list[tuple[bytes, bytes]] | None = None
-        self._default_head = b""
+        self._connections = self.shared.connections
         self._head_timer: asyncio.TimerHandle | None = None
         self._head_open = False
         """A head has begun and has not ended."""
@@ -125,9 +84,6 @@ class ClientProtocol(HttpToolsProtocol):
         """Nothing more is read."""
         self._ending = False
         """The connection ends with the answer being made."""
-        self._lost = False
-        self.socket_transport: asyncio.Transport | None = None
-        """The one under ``transport``, where that one is TLS."""
         self._arriving: DirectCycle | None = None
         """Its head is complete, and it is its turn; it starts with its body, or when this read is over."""
         self._serving: DirectCycle | None = None
@@ -363,14 +319,6 @@ class ClientProtocol(HttpToolsProtocol):
         self._unwritten.append(cycle)
         self.transport.set_write_buffer_limits(high=0)  # so that "may write again" means that all is written
 
-    def default_head(self) -> bytes:
-        """The lines that every answer has."""
-        current = self.server_state.default_headers
-        if current is not self._default_headers:
-            self._default_headers = current
-            self._default_head = b"".join(b"%b: %b\r\n" % header for header in current)
-        return self._default_head
-
     def on_body(self, body: bytes) -> None:
         self._body_came = True
         cycle: object = self.cycle
@@ -441,7 +389,7 @@ class ClientProtocol(HttpToolsProtocol):
         self._disarm()
         cycle: object = self.cycle
         if not self._answering:
-            self._say(error)
+            self.say(error)
         elif not self.cycle.more_body:
             self.cycle.keep_alive = False
         elif isinstance(cycle, DirectCycle):
@@ -451,93 +399,7 @@ class ClientProtocol(HttpToolsProtocol):
         else:  # the application waits for the rest of the body: to it, the client has left
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-            self._say(error)
-
-    def _say(self, error: GatewayError) -> None:
-        body = error.body
-        request_id = client_request_id(self.headers or ()) or self._ids.new()
-        lines = b"".join(b"%b: %b\r\n" % header for header in error.headers if header[0] != b"connection")
-        if self.cors is not None:
-            lines += self.cors.lines(self.headers or ())
-        self.transport.write(
-            b"HTTP/1.1 %d %b\r\n%b%bcontent-type: application/json\r\ncontent-length: %d\r\nx-request-id: %b\r\n"
-            b"connection: close\r\n\r\n%b"
-            % (
-                error.status,
-                HTTPStatus(error.status).phrase.encode(),
-                self.default_head(),
-                lines,
-                len(body),
-                request_id,
-                body,
-            )
-        )
-        self.close_slowly()
-
-    def close_slowly(self) -> None:
-        """End what we send, and read on for a moment: closing while bytes arrive could take the answer away from the
-        client (RFC 9112, section 9.6)."""
-        if self.transport.can_write_eof():  # TLS has no half of a close
-            self.transport.write_eof()
-        self.loop.call_later(LINGER_SECONDS, self.transport.close)
-
-    # The answer's way out
-
-    def last_answer(self) -> None:
-        """The connection ends after the answer being made, if its head can still say so. A client that was promised
-        more gets an answer to its next request, too."""
-        cycle = cast("RequestResponseCycle | None", self.cycle)
-        if cycle is not None and not cycle.response_started:
-            cycle.keep_alive = False
-
-    def cut(self) -> bool:
-        """Close at once if something was not yet taken; returns whether that was so."""
-        if self._lost or not self.unsent():
-            return False
-        self.transport.abort()
-        return True
-
-    async def written(self, patience: float) -> None:
-        """An ``asgi.Written``. Returns too when the connection is gone."""
-        await asyncio.sleep(0)  # what fits into the socket is there at the end of this turn of the loop
-        left = 0 if self._lost else self.unsent()
-        if not left:
-            return
-        if self.socket_transport is not None:
-            await self._written_in_tls(patience)
-            return
-        self.transport.set_write_buffer_limits(high=0)  # so that "may write again" means that all is written
-        try:
-            while left:
-                try:
-                    async with asyncio.timeout(patience):
-                        await self.flow.drain()
-                    return
-                except TimeoutError:
-                    before, left = left, self.transport.get_write_buffer_size()
-                    if left >= before:
-                        self.transport.abort()
-                        return
-        finally:
-            if not self._lost:
-                self.transport.set_write_buffer_limits()
-
-    async def _written_in_tls(self, patience: float) -> None:
-        """Nobody tells when the transport under TLS has written all, so this looks."""
-        left, since = self.unsent(), self.loop.time()
-        while left and not self._lost:
-            await asyncio.sleep(TLS_LOOK_SECONDS)
-            before, left = left, self.unsent()
-            if left < before:
-                since = self.loop.time()
-            elif left and self.loop.time() - since >= patience:
-                self.transport.abort()
-                return
-
-    def unsent(self) -> int:
-        """Bytes that the socket has not taken yet."""
-        under = self.socket_transport
-        return self.transport.get_write_buffer_size() + (0 if under is None else under.get_write_buffer_size())
+            self.say(error)
 
 
 def _reason(error: Exception) -> str:

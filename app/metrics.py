@@ -249,6 +249,10 @@ class GatewayMetrics:
         if error_code:
             self._errors.labels(route, error_code).inc()
 
+    def refused_bytes(self, code: str) -> None:
+        """What a client sent was no request, or not one that is taken: it reached no route."""
+        self._errors.labels("", code).inc()
+
     def connection_refused(self) -> None:
         self._connections_refused.inc()
 

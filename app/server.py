@@ -20,7 +20,8 @@ from collections.abc import Callable, Iterator
 from uvicorn import Server
 
 from app.address import Address
-from app.client_protocol import ClientConfig, ClientProtocol
+from app.client_config import ClientConfig
+from app.client_protocol import ClientProtocol
 from app.drain import Drain
 from app.exit_codes import DRAINED, OVERRAN
 from app.factory import GatewayApp
@@ -60,9 +61,10 @@ class GatewayServer(Server):
                 ids=app.ids,
                 cors=app.cors,
                 connections=app.connections,
+                on_refusal=app.gateway.metrics.refused_bytes,
                 tls=app.gateway.access.tls,
                 handshake_seconds=app.gateway.settings.tls_handshake_timeout_seconds,
-                http=None if app.gateway.access.tls is None else TlsFront,
+                http=ClientProtocol if app.gateway.access.tls is None else TlsFront,
                 loop="uvloop",
                 ws=WebSocketProtocol,
                 ws_max_size=WEBSOCKET_FACTOR * app.gateway.settings.max_realtime_event_bytes,

@@ -16,7 +16,8 @@ from typing import Any, cast
 from uvicorn import Config
 from uvicorn.server import ServerState
 
-from app.client_protocol import ClientConfig, ClientProtocol
+from app.client_config import ClientConfig
+from app.client_protocol import ClientProtocol
 
 SHUTDOWN_SECONDS = 2.0
 """How long a client may take to say goodbye in TLS when its connection is closed."""

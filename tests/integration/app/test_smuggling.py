@@ -174,6 +174,8 @@ async def test_heads_and_bodies_that_are_refused(workers: Any, pieces: int) -> N
         assert worker.calls == []
         await running.until(lambda: running.gateway.admission.inflight == 0)
         assert (await running.chat()).status_code == 200
+        text = (await running.client.get("/metrics")).text
+        assert 'hotspare_gateway_errors_total{code="malformed_request",route=""}' in text
 
 
 async def test_what_looks_odd_and_is_not(workers: Any) -> None:
