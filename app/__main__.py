@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import gc
 import json
 import os
 import resource
@@ -21,12 +22,12 @@ from typing import TYPE_CHECKING, NoReturn
 from pydantic import ValidationError
 
 from app.exit_codes import BAD_CONFIGURATION
-from app.listener import BACKLOG, bind
+from app.processes.listener import BACKLOG, bind
 from app.settings import GatewaySettings
 from app.start_error import StartError
 
 if TYPE_CHECKING:
-    from app.siblings import Place
+    from app.processes.siblings import Place
 
 _PR_SET_PDEATHSIG = 1
 
@@ -161,21 +162,24 @@ def serve(
 ) -> int:
     """Serve in this process until drained; returns the exit code. ``place``: it is one of several."""
     from app.factory import create_app
-    from app.logs import configure_logging
     from app.server import GatewayServer
+    from app.telemetry.logs import configure_logging
 
     sink = configure_logging(settings.log_format, settings.log_level)
     app = create_app(settings, sink, place)
     server = GatewayServer(app, on_listening=on_listening, on_forced_exit=on_forced_exit)
+    # What is here now stays: the collector, which runs while requests wait, need not look at it again and again.
+    gc.collect()
+    gc.freeze()
     server.run(sockets=[listener])
     return server.exit_code
 
 
 def supervise(settings: GatewaySettings, listener: socket.socket, arguments: Sequence[str]) -> int:
     """Have several processes serve from this socket until they are drained; returns the exit code."""
-    from app.access import Access
-    from app.logs import configure_logging
-    from app.supervisor import Supervisor, meeting_place
+    from app.processes.supervisor import Supervisor, meeting_place
+    from app.security.access import Access
+    from app.telemetry.logs import configure_logging
 
     configure_logging(settings.log_format, settings.log_level)
     Access(settings)  # a file that cannot be used is said here, once, and not by each child

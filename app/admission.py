@@ -14,7 +14,7 @@ from typing import Self
 
 from app.lifecycle import LifecycleMachine
 from app.openai.errors import draining, overloaded
-from app.service_rate import Appointments
+from app.relay.service_rate import Appointments
 
 
 class InflightToken:

@@ -18,8 +18,8 @@ from enum import StrEnum
 from typing import Final, Protocol
 
 from app.admission import AdmissionController
-from app.logs import fields
 from app.openai.errors import GatewayError, drain_overran
+from app.telemetry.logs import fields
 
 logger = logging.getLogger(__name__)
 

@@ -16,48 +16,48 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
-from app.access import Access
-from app.access_log import AccessLog
 from app.admission import AdmissionController
-from app.asgi import Message, Receive, Scope, Send
-from app.connections import Connections
-from app.cors import Cors
-from app.credentials import OPEN_PATHS, ApiKeys
-from app.direct import DirectEndpoint
+from app.clients.asgi import Message, Receive, Scope, Send
+from app.clients.connections import Connections
+from app.clients.cors import Cors
+from app.clients.direct import DirectEndpoint
+from app.clients.methods import methods_of, with_general, without_body
+from app.clients.uploads import Uploads
 from app.discovery.follower import Discovery
 from app.discovery.kubernetes import KubernetesSource
 from app.discovery.sources import DnsSource, FileSource, Source, StaticSource
 from app.drain import DrainProgress
-from app.families import Family
-from app.headers import REQUEST_ID, client_request_id
+from app.fleet.registry import WorkerRegistry
+from app.fleet.routing import RoundRobinRouter
 from app.intake import Intake, RequestIds
 from app.lifecycle import Lifecycle, LifecycleEvent, LifecycleMachine
-from app.log_sink import LogSink
-from app.loop_lag import LoopLag
-from app.methods import methods_of, with_general, without_body
-from app.metrics import GatewayMetrics
 from app.openai.errors import GatewayError, Header, from_status, internal, method_not_allowed, not_found
 from app.openai.refused import refusal
 from app.openai.surface import RELAY_ROUTES
-from app.realtime import RealtimeLimits
-from app.realtime_connection import RealtimeSessions
-from app.registry import WorkerRegistry
-from app.relay import Relay, RelayLimits
+from app.processes.families import Family
+from app.processes.siblings import Place, Siblings
+from app.realtime.connection import RealtimeSessions
+from app.realtime.session import RealtimeLimits
+from app.relay.exchange import Relay, RelayLimits
+from app.relay.headers import REQUEST_ID, client_request_id
+from app.relay.waiting import WaitQueue
 from app.routes.docs import docs_router
 from app.routes.health import health_router
 from app.routes.metrics import look_at, metrics_router
 from app.routes.openai import RelayEndpoint, models_router
 from app.routes.realtime import RealtimeEndpoint, realtime_router
 from app.routes.status import describe_gateway, status_router
-from app.routing import RoundRobinRouter
+from app.security.access import Access
+from app.security.credentials import OPEN_PATHS, ApiKeys
 from app.settings import GatewaySettings
-from app.siblings import Place, Siblings
 from app.start_error import StartError
-from app.uploads import Uploads
-from app.waiting import WaitQueue
+from app.telemetry.access_log import AccessLog
+from app.telemetry.log_sink import LogSink
+from app.telemetry.loop_lag import LoopLag
+from app.telemetry.metrics import GatewayMetrics
 
 if TYPE_CHECKING:
-    from app.tracing import Tracing
+    from app.telemetry.tracing import Tracing
 
 logger = logging.getLogger(__name__)
 
@@ -304,7 +304,7 @@ def _tracing(settings: GatewaySettings, metrics: GatewayMetrics) -> Tracing | No
     if settings.otlp_endpoint is None:
         return None
     try:
-        from app.tracing import Tracing
+        from app.telemetry.tracing import Tracing
     except ImportError as error:
         raise StartError(
             f"otlp_endpoint is set, but {error.name} is not installed; "

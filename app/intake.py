@@ -16,14 +16,9 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from app.access_log import AccessLog
 from app.admission import AdmissionController, InflightToken
-from app.content_coding import CODINGS, Decoding, coding_of, without_coding
-from app.credentials import ApiKeys
-from app.downstream import Downstream, send_error
-from app.headers import client_request_id, find
-from app.logs import fields
-from app.metrics import GatewayMetrics
+from app.clients.content_coding import CODINGS, Decoding, coding_of, without_coding
+from app.clients.uploads import Uploads
 from app.openai.errors import (
     GatewayError,
     Header,
@@ -33,12 +28,17 @@ from app.openai.errors import (
     unsupported_media_type,
 )
 from app.openai.surface import RESUME_CONTENT_TYPE, RelayRoute
-from app.relay import Exchange, Relay
-from app.relayed import RelayRequest, Report
-from app.uploads import Uploads
+from app.relay.downstream import Downstream, send_error
+from app.relay.exchange import Exchange, Relay
+from app.relay.headers import client_request_id, find
+from app.relay.relayed import RelayRequest, Report
+from app.security.credentials import ApiKeys
+from app.telemetry.access_log import AccessLog
+from app.telemetry.logs import fields
+from app.telemetry.metrics import GatewayMetrics
 
 if TYPE_CHECKING:
-    from app.tracing import RequestSpan, Tracing
+    from app.telemetry.tracing import RequestSpan, Tracing
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import ipaddress
 import logging
 import os
@@ -19,16 +18,16 @@ from collections.abc import Callable, Iterator
 
 from uvicorn import Server
 
-from app.address import Address
-from app.client_config import ClientConfig
-from app.client_protocol import ClientProtocol
+from app.clients.config import ClientConfig
+from app.clients.protocol import ClientProtocol
+from app.clients.tls_front import TlsFront
+from app.clients.websocket import PING_SECONDS, WebSocketProtocol
 from app.drain import Drain
 from app.exit_codes import DRAINED, OVERRAN
 from app.factory import GatewayApp
+from app.fleet.address import Address
 from app.lifecycle import Lifecycle, LifecycleEvent
-from app.listener import BACKLOG
-from app.tls_front import TlsFront
-from app.websocket import PING_SECONDS, WebSocketProtocol
+from app.processes.listener import BACKLOG
 
 logger = logging.getLogger(__name__)
 
@@ -102,9 +101,6 @@ class GatewayServer(Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        # What is here now stays: the collector, which runs while requests wait, need not look at it again and again.
-        gc.collect()
-        gc.freeze()
         for listener in sockets or []:
             host, port = listener.getsockname()[:2]
             tls = self._gateway.access.tls

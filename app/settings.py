@@ -13,9 +13,9 @@ from typing import Annotated, Final, Literal, Self
 from pydantic import AfterValidator, AliasChoices, BeforeValidator, Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from app.address import Address, parse_address, parse_addresses
-from app.credentials import parse_keys
 from app.discovery.endpoints import ServicePort, parse_service_port
+from app.fleet.address import Address, parse_address, parse_addresses
+from app.security.credentials import parse_keys
 from workers.contract import parse_worker_tokens
 
 MIB = 1024 * 1024

@@ -6,9 +6,9 @@ import ssl
 from collections.abc import Mapping
 from pathlib import Path
 
-from app.credentials import parse_key_file, parse_keys
+from app.security.credentials import parse_key_file, parse_keys
+from app.security.watched_files import read_text
 from app.start_error import StartError
-from app.watched_files import read_text
 
 API_KEY = "HOTSPARE_API_KEY"
 """The key of whoever runs a command. Without it, the first of the gateway's own, if this environment knows them."""

@@ -11,7 +11,7 @@ from typing import Self
 
 from app.discovery.findings import Failed, Finding, Picture
 from app.discovery.sources import Source
-from app.registry import WorkerRegistry
+from app.fleet.registry import WorkerRegistry
 
 logger = logging.getLogger(__name__)
 

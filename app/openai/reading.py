@@ -14,8 +14,8 @@ import msgspec
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
-from app.headers import find
 from app.openai.errors import Header, invalid_form, invalid_json, unsupported_media_type, unsupported_stateful
+from app.relay.headers import find
 
 if TYPE_CHECKING:
     from python_multipart.multipart import MultipartCallbacks

@@ -9,8 +9,8 @@ from fastapi.responses import JSONResponse
 
 from app.discovery.follower import Discovery
 from app.drain import DrainProgress, DrainStage
+from app.fleet.registry import WorkerRegistry
 from app.lifecycle import Lifecycle, LifecycleMachine
-from app.registry import WorkerRegistry
 
 
 def health_router(

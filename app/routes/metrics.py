@@ -12,14 +12,14 @@ from fastapi.responses import Response
 from app.admission import AdmissionController
 from app.discovery.follower import Discovery
 from app.drain import DrainProgress
+from app.fleet.registry import WorkerRegistry
 from app.lifecycle import LifecycleMachine
-from app.log_sink import LogSink
-from app.metrics import CONTENT_TYPE, GatewayMetrics, merged_text
-from app.realtime_connection import RealtimeSessions
-from app.registry import WorkerRegistry
-from app.siblings import Siblings
-from app.tls import ServerTls
-from app.waiting import WaitQueue
+from app.processes.siblings import Siblings
+from app.realtime.connection import RealtimeSessions
+from app.relay.waiting import WaitQueue
+from app.security.tls import ServerTls
+from app.telemetry.log_sink import LogSink
+from app.telemetry.metrics import CONTENT_TYPE, GatewayMetrics, merged_text
 
 
 def look_at(

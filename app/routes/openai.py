@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from fastapi import APIRouter
 
-from app.asgi import AsgiDownstream, Receive, Scope, Send
-from app.downstream import ClientGone
+from app.clients.asgi import AsgiDownstream, Receive, Scope, Send
+from app.fleet.registry import WorkerRegistry
 from app.intake import Arrival, Intake
 from app.openai.errors import GatewayError, body_too_large, model_not_found
 from app.openai.surface import RelayRoute
-from app.registry import WorkerRegistry
+from app.relay.downstream import ClientGone
 
 
 class RelayEndpoint:

@@ -14,11 +14,9 @@ from urllib.parse import parse_qs, urlsplit
 
 from fastapi import APIRouter
 
-from app.asgi import Receive, Scope, Send
-from app.credentials import ApiKeys, shown_keys, subprotocol_keys
-from app.headers import REQUEST_ID, client_request_id, find
+from app.clients.asgi import Receive, Scope, Send
+from app.fleet.registry import WorkerRegistry
 from app.intake import Arrival, Intake, RequestIds, account
-from app.logs import fields
 from app.openai.errors import (
     GatewayError,
     Header,
@@ -30,10 +28,12 @@ from app.openai.errors import (
     upgrade_required,
 )
 from app.openai.surface import RelayRoute
-from app.realtime import RealtimeLimits, RealtimeSession, StartResponse
-from app.realtime_connection import RealtimeConnection, RealtimeSessions, ResponseStream
-from app.registry import WorkerRegistry
-from app.relayed import Report
+from app.realtime.connection import RealtimeConnection, RealtimeSessions, ResponseStream
+from app.realtime.session import RealtimeLimits, RealtimeSession, StartResponse
+from app.relay.headers import REQUEST_ID, client_request_id, find
+from app.relay.relayed import Report
+from app.security.credentials import ApiKeys, shown_keys, subprotocol_keys
+from app.telemetry.logs import fields
 
 logger = logging.getLogger(__name__)
 

@@ -12,10 +12,10 @@ from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 
 from app.admission import AdmissionController
+from app.fleet.registry import WorkerEntry, WorkerRegistry
 from app.lifecycle import LifecycleMachine
-from app.registry import WorkerEntry, WorkerRegistry
-from app.siblings import Siblings, Telling
-from app.waiting import WaitQueue
+from app.processes.siblings import Siblings, Telling
+from app.relay.waiting import WaitQueue
 
 
 def describe_worker(entry: WorkerEntry, registry: WorkerRegistry, now: float) -> dict[str, object]:

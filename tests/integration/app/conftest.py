@@ -13,13 +13,13 @@ import pytest
 import uvloop
 
 from app.__main__ import bind
-from app.address import parse_address
+from app.clients.websocket import PING_SECONDS
 from app.factory import Gateway, create_app
-from app.liveness import WorkerState
-from app.registry import WorkerEntry
+from app.fleet.address import parse_address
+from app.fleet.liveness import WorkerState
+from app.fleet.registry import WorkerEntry
 from app.server import GatewayServer
 from app.settings import GatewaySettings
-from app.websocket import PING_SECONDS
 from tests.integration.app.fake_worker import MODEL, FakeWorker
 
 

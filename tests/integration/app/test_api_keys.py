@@ -13,7 +13,7 @@ from typing import Any
 import openai
 import pytest
 
-from app import watched_files
+from app.security import watched_files
 from app.start_error import StartError
 from tests.integration.app.conftest import Running, read_response, run_gateway
 

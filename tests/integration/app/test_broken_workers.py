@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from app.liveness import SUSPICION_SECONDS, WorkerState
-from app.upstream import UpstreamConnection, UpstreamPool
+from app.fleet.liveness import SUSPICION_SECONDS, WorkerState
+from app.relay.upstream import UpstreamConnection, UpstreamPool
 from tests.integration.app.conftest import run_gateway, until
 from tests.integration.app.fake_worker import (
     DONE,

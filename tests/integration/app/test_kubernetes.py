@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from app.address import Address
 from app.discovery import kubernetes
+from app.fleet.address import Address
 from tests.integration.app.conftest import Running, run_gateway, until
 from tests.integration.app.fake_kubernetes import FakeKubernetes, make_credentials
 from tests.integration.app.fake_worker import FakeWorker, event, streams_then_waits

@@ -19,7 +19,7 @@ import uvloop
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from app.client_protocol import ClientProtocol
+from app.clients.protocol import ClientProtocol
 from tests.integration.app.conftest import Running, run_gateway
 from tests.integration.app.fake_worker import MODEL, FakeWorker
 

@@ -16,11 +16,11 @@ from typing import Any
 import httpx
 import pytest
 
-from app import watched_files
 from app.cli.door import trust_only
 from app.cli.observe import ask_gateway
 from app.cli.reports import Absence, GatewayReport
 from app.cli.run_dir import GatewayFile
+from app.security import watched_files
 from tests.integration.app.conftest import Running, read_response, run_gateway, until
 from tests.integration.app.fake_worker import DONE, FakeWorker, answers, event, streams_then_waits
 from tests.support.certificates import Pair, make_pair

@@ -203,7 +203,7 @@ async def test_a_dead_collector_costs_the_spans_only(workers: Any, caplog: pytes
 async def test_a_collector_that_hangs_is_not_waited_for(
     workers: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("app.tracing.FLUSH_SECONDS", 0.3)
+    monkeypatch.setattr("app.telemetry.tracing.FLUSH_SECONDS", 0.3)
     (worker,) = await workers("pod-0")
     collector = Collector(silent=True)
     async with collector.running() as endpoint, run_gateway(worker, otlp_endpoint=endpoint) as running:

@@ -12,9 +12,9 @@ from contextlib import contextmanager
 import pytest
 import uvloop
 
-from app.address import Address, parse_address
+from app.fleet.address import Address, parse_address
 from app.openai.errors import Header
-from app.upstream import Break, UpstreamError, UpstreamPool
+from app.relay.upstream import Break, UpstreamError, UpstreamPool
 from tests.integration.app.conftest import until
 from tests.integration.app.fake_worker import Call, FakeWorker
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from app import watched_files
+from app.security import watched_files
 from tests.integration.app.conftest import run_gateway
 from tests.integration.app.fake_worker import Call, FakeWorker, answers
 from workers.contract import CODE_WORKER_TOKEN, HEADER_WORKER_TOKEN

@@ -6,10 +6,10 @@ from typing import Any, Literal
 
 import pytest
 
-from app.access_log import AccessLog
 from app.openai.errors import worker_lost
 from app.openai.surface import RELAY_ROUTES
-from app.relayed import Report
+from app.relay.relayed import Report
+from app.telemetry.access_log import AccessLog
 
 CHAT = RELAY_ROUTES["/v1/chat/completions"]
 NOW = datetime(2026, 3, 1, 12, 0, 0, 5000, UTC).timestamp()

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from app.connections import SURPLUS, Connections, Room
+from app.clients.connections import SURPLUS, Connections, Room
 
 
 def test_the_limit_and_what_is_beyond() -> None:

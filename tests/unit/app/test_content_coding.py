@@ -14,7 +14,7 @@ from backports import zstd
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.content_coding import CODINGS, Decoding, coding_of, without_coding
+from app.clients.content_coding import CODINGS, Decoding, coding_of, without_coding
 from app.openai.errors import GatewayError
 
 LIMIT = 1 << 20

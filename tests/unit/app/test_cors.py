@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from app.cors import EXPOSED, Cors
+from app.clients.cors import EXPOSED, Cors
 from app.openai.errors import Header
 
 ORIGIN = b"https://a.example"

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from app.credentials import ApiKeys, parse_key_file, parse_keys, shown_keys, subprotocol_keys
 from app.openai.errors import GatewayError, Header
+from app.security.credentials import ApiKeys, parse_key_file, parse_keys, shown_keys, subprotocol_keys
 
 SALT = bytes(range(32))
 
@@ -77,7 +77,7 @@ def test_known_and_unknown_keys() -> None:
 
 def test_every_key_is_compared_whichever_matches(monkeypatch: pytest.MonkeyPatch) -> None:
     """No early exit: the number of comparisons says nothing."""
-    import app.credentials as module
+    import app.security.credentials as module
 
     compared: list[bool] = []
     real = module.compare_digest

@@ -13,7 +13,7 @@ from app.start_error import StartError
 def test_traces_without_their_packages_are_refused_with_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "opentelemetry"]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delitem(sys.modules, "app.tracing", raising=False)
+    monkeypatch.delitem(sys.modules, "app.telemetry.tracing", raising=False)
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
     with pytest.raises(StartError, match=r"hotspare\[opentelemetry\]"):
         create_app(GatewaySettings(otlp_endpoint="http://127.0.0.1:1"))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from app.families import Family, Sample, counting, merge
-from app.metrics import GatewayMetrics, merged_text
+from app.processes.families import Family, Sample, counting, merge
+from app.telemetry.metrics import GatewayMetrics, merged_text
 
 
 def family(kind: str, name: str, **samples: float) -> Family:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.headers import client_request_id, downstream_headers, stream_headers, upstream_headers
+from app.relay.headers import client_request_id, downstream_headers, stream_headers, upstream_headers
 
 
 def upstream(*headers: tuple[bytes, bytes]) -> list[bytes]:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.liveness import (
+from app.fleet.liveness import (
     FAST_RECONNECT_SECONDS,
     ReplicaFacts,
     ReplicaKey,

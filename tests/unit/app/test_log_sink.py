@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from app.log_sink import LogSink
-from app.logs import SinkHandler
+from app.telemetry.log_sink import LogSink
+from app.telemetry.logs import SinkHandler
 
 
 class Pipe:

@@ -4,7 +4,7 @@ import json
 import logging
 import sys
 
-from app.logs import ConsoleFormatter, JsonFormatter, Seldom, fields
+from app.telemetry.logs import ConsoleFormatter, JsonFormatter, Seldom, fields
 
 
 def record(message: str, **values: object) -> logging.LogRecord:

@@ -8,11 +8,11 @@ from pathlib import Path
 from app.discovery.follower import Discovery
 from app.discovery.sources import StaticSource
 from app.drain import DrainStage
+from app.fleet.registry import WorkerRegistry
 from app.lifecycle import Lifecycle
-from app.loop_lag import LoopLag
-from app.metrics import GAUGE_MERGE, GatewayMetrics
-from app.registry import WorkerRegistry
-from app.relayed import Report
+from app.relay.relayed import Report
+from app.telemetry.loop_lag import LoopLag
+from app.telemetry.metrics import GAUGE_MERGE, GatewayMetrics
 
 UNITS = (
     "seconds|bytes|info|requests|sessions|retries|disconnects|errors|lifecycle|fds|dropped|state|stage|epoch|routable|"

@@ -12,7 +12,9 @@ from pydantic import TypeAdapter
 
 from app.openai.chat_stream import ChatChunk, decode_chunk
 from app.openai.realtime_events import MAX_EVENT_ID
-from app.realtime import (
+from app.realtime.conversation import MAX_ITEMS
+from app.realtime.response import MAX_TOOL_CALLS, Failure
+from app.realtime.session import (
     MAX_RESPONSES,
     Action,
     RealtimeLimits,
@@ -21,8 +23,6 @@ from app.realtime import (
     StartResponse,
     StopResponse,
 )
-from app.realtime_conversation import MAX_ITEMS
-from app.realtime_response import MAX_TOOL_CALLS, Failure
 
 ServerEvent: TypeAdapter[Any] = TypeAdapter(RealtimeServerEvent)
 SAID: Any = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hi"}]}

@@ -9,10 +9,10 @@ from typing import cast
 import msgspec
 import pytest
 
-from app.address import Address
-from app.liveness import ReplicaKey, WorkerState
-from app.registry import HISTORY_LENGTH, WorkerRegistry
-from app.watch import WatchSession
+from app.fleet.address import Address
+from app.fleet.liveness import ReplicaKey, WorkerState
+from app.fleet.registry import HISTORY_LENGTH, WorkerRegistry
+from app.fleet.watch import WatchSession
 from workers.contract import Role, WatchLine
 
 A, B = Address("a", 1), Address("b", 1)

@@ -6,15 +6,15 @@ from typing import cast
 
 import pytest
 
-from app.downstream import Downstream
-from app.liveness import SUSPICION_SECONDS
+from app.fleet.liveness import SUSPICION_SECONDS
+from app.fleet.registry import Replica, WorkerRegistry
+from app.fleet.routing import RoundRobinRouter
 from app.openai.errors import GatewayError
 from app.openai.surface import RELAY_ROUTES
-from app.registry import Replica, WorkerRegistry
-from app.relay import Exchange, Relay, RelayLimits
-from app.relayed import RelayRequest, Report
-from app.routing import RoundRobinRouter
-from app.waiting import WaitQueue
+from app.relay.downstream import Downstream
+from app.relay.exchange import Exchange, Relay, RelayLimits
+from app.relay.relayed import RelayRequest, Report
+from app.relay.waiting import WaitQueue
 from tests.unit.app.test_registry import A, B, FakeSession, session
 
 LIMITS = RelayLimits(wait_for_worker=1, first_byte=1, stall=1, keepalive=1, attempts=3, max_held_bytes=1)

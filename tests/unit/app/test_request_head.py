@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from app.clients.request_head import check_fields, check_target
 from app.openai.errors import GatewayError
-from app.request_head import check_fields, check_target
 
 HOST = (b"host", b"g:80")
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from app.room import LAG_SECONDS, LEFT_SECONDS, PAUSE_LIMIT_SECONDS, PAUSE_SECONDS, Room
+from app.fleet.room import LAG_SECONDS, LEFT_SECONDS, PAUSE_LIMIT_SECONDS, PAUSE_SECONDS, Room
 
 
 def room(capacity: int = 4, *, inflight: int = 0, gateways: int = 1) -> Room:

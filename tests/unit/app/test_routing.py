@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.routing import RoundRobinRouter
+from app.fleet.routing import RoundRobinRouter
 
 
 def pick(router: RoundRobinRouter, names: str, exclude: str = "", group: str = "") -> str | None:

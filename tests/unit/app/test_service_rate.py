@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from app.service_rate import LONGEST_SECONDS, SHORTEST_SECONDS, Appointments, ServiceRate
+from app.relay.service_rate import LONGEST_SECONDS, SHORTEST_SECONDS, Appointments, ServiceRate
 
 
 def test_places_times_how_fast_each_is() -> None:

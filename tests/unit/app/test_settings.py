@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from app.__main__ import StartError, announced, read_settings, withdraw
-from app.address import Address
+from app.fleet.address import Address
 
 
 @pytest.fixture(autouse=True)

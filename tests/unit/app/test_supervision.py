@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from app.supervision import MAX_DELAY_SECONDS, QUICK_SECONDS, Restarts, exit_code, hopeless
+from app.processes.supervision import MAX_DELAY_SECONDS, QUICK_SECONDS, Restarts, exit_code, hopeless
 
 
 def test_who_ends_soon_waits_longer_and_longer() -> None:

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.certificates import not_after
+from app.security.certificates import not_after
+from app.security.tls import ServerTls
 from app.settings import GatewaySettings
 from app.start_error import StartError
-from app.tls import ServerTls
 from tests.support.certificates import Pair, make_pair, openssl
 
 

@@ -8,12 +8,12 @@ from contextlib import AbstractContextManager
 
 import pytest
 
+from app.fleet.registry import Replica, WorkerRegistry
+from app.fleet.room import PAUSE_SECONDS
+from app.fleet.routing import RoundRobinRouter
 from app.openai.errors import GatewayError
-from app.registry import Replica, WorkerRegistry
-from app.room import PAUSE_SECONDS
-from app.routing import RoundRobinRouter
-from app.search import Search
-from app.waiting import WaitQueue
+from app.relay.search import Search
+from app.relay.waiting import WaitQueue
 from tests.unit.app.test_registry import A, B, FakeSession, session
 
 

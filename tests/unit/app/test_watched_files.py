@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from app import watched_files
+from app.security import watched_files
+from app.security.watched_files import WatchedFiles, read_text
 from app.start_error import StartError
-from app.watched_files import WatchedFiles, read_text
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +83,7 @@ async def test_a_file_that_goes_is_said_once_and_its_return_is_seen(
 ) -> None:
     path = tmp_path / "keys"
     path.write_text("a")
-    with caplog.at_level(logging.INFO, "app.watched_files"):
+    with caplog.at_level(logging.INFO, "app.security.watched_files"):
         async with Follower(path) as follower:
             path.unlink()
             assert await follower.next() == "failed"

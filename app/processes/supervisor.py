@@ -1,0 +1,232 @@
+"""``processes`` > 1: one process that listens, and children that serve from its socket.
+
+The supervisor accepts nothing. Connections queue at the one socket, which outlives any child: one that crashes takes
+the connections with it that it had accepted, and no other. Children are started as programs of their own, so that a
+restart gets nothing of what its predecessor broke. The kernel kills them when the supervisor ends, however that
+happens.
+
+Signals, ends of children and their words that they serve are all file descriptors of one selector.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from app.exit_codes import DRAINED, OVERRAN
+from app.processes.supervision import Restarts, exit_code, hopeless
+from app.start_error import StartError
+
+logger = logging.getLogger(__name__)
+
+OVERRUN_SECONDS: Final = 15.0
+"""A child that is still there so long after its drain's time is killed: it ends by itself within a few seconds."""
+_MAX_SOCKET_PATH: Final = 107
+
+
+@dataclass(eq=False)
+class _Child:
+    index: int
+    popen: subprocess.Popen[bytes]
+    pidfd: int
+    ready: int
+    """Readable once the child listens, or has ended before."""
+    started_at: float
+    serves: bool = False
+
+
+@dataclass(eq=False)
+class _Slot:
+    restarts: Restarts = field(default_factory=Restarts)
+    child: _Child | None = None
+    due_at: float | None = 0.0
+    """When the next child is to be started."""
+
+
+class Supervisor:
+    """``arguments`` are the gateway's own; children read them, and the environment, anew."""
+
+    def __init__(
+        self, listener: socket.socket, arguments: Sequence[str], *, count: int, folder: Path, drain_seconds: float
+    ) -> None:
+        self._listener = listener
+        self._arguments = list(arguments)
+        self._folder = folder
+        self._drain_seconds = drain_seconds
+        self._slots = [_Slot() for _ in range(count)]
+        self._selector = selectors.DefaultSelector()
+        self._codes: list[int] = []
+        self._failed_starts = 0
+        self._signal: int | None = None
+        self._over_at: float | None = None
+        self._forced = False
+
+    def run(self) -> int:
+        """Serve until drained; returns the exit code."""
+        with contextlib.closing(self._selector), self._signals():
+            try:
+                while self._step():
+                    pass
+            finally:
+                self._kill()
+        return OVERRAN if self._forced else exit_code(self._codes)
+
+    def _step(self) -> bool:
+        """Wait for something and see to it; whether there is more to come."""
+        now = time.monotonic()
+        for index, slot in enumerate(self._slots):
+            if slot.due_at is not None and slot.due_at <= now:
+                self._start(index)
+        if self._over_at is not None and self._over_at <= now:
+            logger.error("children did not end in time: killed")
+            self._forced = True
+            return False
+        if all(slot.child is None and slot.due_at is None for slot in self._slots):
+            return False
+        moments = [moment for slot in self._slots if (moment := slot.due_at) is not None]
+        if self._over_at is not None:
+            moments.append(self._over_at)
+        timeout = max(0.0, min(moments) - time.monotonic()) if moments else None
+        return all(key.data() for key, _ in self._selector.select(timeout))
+
+    # Children
+
+    def _start(self, index: int) -> None:
+        slot = self._slots[index]
+        slot.due_at = None
+        read, write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        descriptor = self._listener.fileno()
+        place = [descriptor, write, os.getpid(), index, len(self._slots), self._folder]
+        try:
+            popen = subprocess.Popen(
+                [sys.executable, "-m", "app.processes.child", *map(str, place), *self._arguments],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(descriptor, write),
+                process_group=0,  # Ctrl-C is the supervisor's to pass on: twice would mean "at once"
+            )
+        finally:
+            os.close(write)
+        child = _Child(index, popen, os.pidfd_open(popen.pid), read, time.monotonic())
+        slot.child = child
+        self._selector.register(child.pidfd, selectors.EVENT_READ, lambda: self._ended(child))
+        self._selector.register(child.ready, selectors.EVENT_READ, lambda: self._spoke(child))
+
+    def _spoke(self, child: _Child) -> bool:
+        if child.ready < 0:
+            return True  # its end came in the same turn
+        child.serves = os.read(child.ready, 1) != b""
+        if child.serves:
+            self._failed_starts = 0
+        self._selector.unregister(child.ready)
+        os.close(child.ready)
+        child.ready = -1
+        return True
+
+    def _ended(self, child: _Child) -> bool:
+        """Reap it; whether to go on."""
+        self._spoke(child)
+        self._selector.unregister(child.pidfd)
+        os.close(child.pidfd)
+        code = child.popen.wait()
+        slot = self._slots[child.index]
+        slot.child = None
+        if self._signal is not None:
+            # Our signal came before it listened: it had nothing to lose.
+            self._codes.append(DRAINED if code == -self._signal and not child.serves else code)
+            return True
+        lived = time.monotonic() - child.started_at
+        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        if not child.serves:
+            self._failed_starts += 1
+            serving = sum(other.child is not None and other.child.serves for other in self._slots)
+            if hopeless(code, failed_starts=self._failed_starts, places=len(self._slots), serving=serving):
+                logger.error("process %d ended at its start (%s), and none serves: giving up", child.index, how)
+                self._codes.append(code or 1)
+                return False
+        delay = slot.restarts.delay(lived)
+        slot.due_at = time.monotonic() + delay
+        logger.error("process %d ended (%s) after %.1f s; the next one starts in %g s", child.index, how, lived, delay)
+        return True
+
+    def _children(self) -> list[_Child]:
+        return [slot.child for slot in self._slots if slot.child is not None]
+
+    def _kill(self) -> None:
+        for child in self._children():
+            child.popen.kill()
+            child.popen.wait()
+            os.close(child.pidfd)
+            if child.ready >= 0:
+                os.close(child.ready)
+
+    # Signals
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Handlers only enqueue: the number comes out of a socket."""
+        receiver, sender = socket.socketpair()
+        with receiver, sender:
+            receiver.setblocking(False)
+            sender.setblocking(False)
+            before = {number: signal.signal(number, _enqueue) for number in (signal.SIGTERM, signal.SIGINT)}
+            old = signal.set_wakeup_fd(sender.fileno())
+            self._selector.register(receiver, selectors.EVENT_READ, lambda: self._signalled(receiver.recv(64)))
+            try:
+                yield
+            finally:
+                signal.set_wakeup_fd(old)
+                for number, handler in before.items():
+                    signal.signal(number, handler)
+
+    def _signalled(self, numbers: bytes) -> bool:
+        """Pass the first one on; whether to go on."""
+        for number in numbers:
+            name = signal.Signals(number).name
+            if self._signal is not None:
+                logger.warning("%s again: leaving at once", name)
+                self._forced = True
+                return False
+            logger.info("%s: passed on to %d processes", name, len(self._children()))
+            self._signal = number
+            self._over_at = time.monotonic() + self._drain_seconds + OVERRUN_SECONDS
+            for slot in self._slots:
+                slot.due_at = None
+            for child in self._children():
+                child.popen.send_signal(number)
+        return True
+
+
+def _enqueue(number: int, frame: object) -> None:
+    """The wake-up descriptor has the number already."""
+
+
+@contextlib.contextmanager
+def meeting_place() -> Iterator[Path]:
+    """A private folder for the children's sockets.
+
+    Raises:
+        StartError: there is no room for one.
+    """
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="hotspare-"))  # 0700
+    except OSError as error:
+        raise StartError(f"several processes need a folder for temporary files: {error}; see TMPDIR") from None
+    try:
+        if len(os.fsencode(folder / "00.sock")) > _MAX_SOCKET_PATH:
+            raise StartError(f"the folder for temporary files is too long for a socket's name: {folder}; see TMPDIR")
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,1 @@
+"""One relayed request's way to a worker and back."""

@@ -1,0 +1,1 @@
+"""Keys, tokens and certificates, and the files they come from."""

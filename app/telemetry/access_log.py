@@ -1,0 +1,123 @@
+"""The access log: one line for each relayed request, formatted by hand, since it is paid for by every request.
+
+Fields, in this order: ``model`` (if a worker serves it), ``ms`` until the last byte, ``first_ms`` until the first one,
+``worker`` and its ``epoch``, ``events`` of a stream, ``bytes`` of the body, ``retries``, ``error`` with ``fault`` and
+``retryable``, ``disconnected``, ``request_id``. What does not apply is left out. Nothing of a prompt or an answer is in
+it, nor anything else that a client wrote but the request id, whose characters are harmless (``headers``).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Final, Literal
+
+import msgspec
+
+from app.openai.surface import RelayRoute
+from app.relay.relayed import Report
+
+LOGGER: Final = "app.access"
+_REMEMBERED_NAMES: Final = 1024
+
+
+class AccessLog:
+    """Writes lines to ``write``; ``clock`` gives Unix seconds."""
+
+    def __init__(
+        self, write: Callable[[bytes], None], form: Literal["console", "json"], clock: Callable[[], float] = time.time
+    ) -> None:
+        self._write = write
+        self._clock = clock
+        self._json = form == "json"
+        self._names: dict[str, str] = {}
+        self._second = 0
+        self._time = ""
+        self._after_time = f'Z","level":"info","logger":"{LOGGER}","pid":{os.getpid()},"message":"'
+
+    def log(
+        self,
+        route: RelayRoute,
+        *,
+        model: str,
+        status: int,
+        seconds: float,
+        first_seconds: float | None,
+        request_id: bytes,
+        report: Report,
+    ) -> None:
+        """``model`` is empty where no worker serves what the client named."""
+        now = self._clock()
+        second = int(now)
+        if second != self._second:
+            self._second, self._time = second, self._format_second(second)
+        milliseconds = int((now - second) * 1000)
+        values = self._json_line if self._json else self._console_line
+        line = values(route, model, status, seconds, first_seconds, report)
+        if report.error is not None or report.retries or report.disconnected:
+            line += self._trouble(report)
+        if self._json:
+            line = (
+                f'{{"time":"{self._time}.{milliseconds:03d}{self._after_time}{route.path} {status}"{line}'
+                f',"request_id":"{request_id.decode()}"}}\n'
+            )
+        else:
+            clock = f"{self._time}.{milliseconds:03d}"
+            line = f"{clock} info    {route.path} {status} {line} request_id={request_id.decode()}\n"
+        self._write(line.encode())
+
+    def _format_second(self, second: int) -> str:
+        if self._json:
+            return f"{datetime.fromtimestamp(second, UTC):%Y-%m-%dT%H:%M:%S}"
+        return f"{datetime.fromtimestamp(second):%H:%M:%S}"
+
+    def _json_line(
+        self, route: RelayRoute, model: str, status: int, seconds: float, first: float | None, report: Report
+    ) -> str:
+        named = f',"model":{self._name(model)}' if model else ""
+        worker = f',"worker":{self._name(report.worker)},"epoch":{report.epoch}' if report.worker else ""
+        begun = f',"first_ms":{first * 1000:.1f}' if first is not None else ""
+        events = f',"events":{report.events}' if report.streamed else ""
+        return (
+            f',"route":"{route.name}","status":{status}{named},"ms":{seconds * 1000:.1f}{begun}{worker}{events}'
+            f',"bytes":{report.bytes}'
+        )
+
+    def _console_line(
+        self, route: RelayRoute, model: str, status: int, seconds: float, first: float | None, report: Report
+    ) -> str:
+        named = f" model={self._name(model)}" if model else ""
+        worker = f" worker={self._name(report.worker)} epoch={report.epoch}" if report.worker else ""
+        begun = f" first_ms={first * 1000:.1f}" if first is not None else ""
+        events = f" events={report.events}" if report.streamed else ""
+        return f"{named} ms={seconds * 1000:.1f}{begun}{worker}{events} bytes={report.bytes}"
+
+    def _trouble(self, report: Report) -> str:
+        values: dict[str, object] = {}
+        if report.retries:
+            values["retries"] = report.retries
+        if report.error is not None:
+            values |= {
+                "error": report.error.code,
+                "fault": report.error.fault,
+                "retryable": report.error.retryable,
+            }
+        if report.disconnected:
+            values["disconnected"] = True
+        if self._json:
+            return "".join(f',"{name}":{msgspec.json.encode(value).decode()}' for name, value in values.items())
+        return "".join(f" {name}={value}" for name, value in values.items())
+
+    def _name(self, name: str) -> str:
+        """A name that a worker gave, in a form that cannot end the line or a field."""
+        found = self._names.get(name)
+        if found is None:
+            quoted = json.dumps(name)  # which leaves nothing but printable ASCII
+            found = name if not self._json and name.isprintable() and " " not in name else quoted
+            if len(self._names) >= _REMEMBERED_NAMES:
+                self._names.clear()
+            self._names[name] = found
+        return found
