@@ -31,6 +31,11 @@ from app.processes.listener import BACKLOG
 
 logger = logging.getLogger(__name__)
 
+TICK_SECONDS = 0.1
+"""uvicorn counts on so many: each tenth one renews the ``date`` header."""
+CLOSING_SECONDS = 1.0
+"""How long connections have to end after everything was said on them."""
+
 WEBSOCKET_FACTOR = 2
 """A message of a WebSocket that is so many times larger than an event may be is not read to its end."""
 
@@ -52,6 +57,7 @@ class GatewayServer(Server):
         ping_seconds: float = PING_SECONDS,
     ) -> None:
         settings = app.gateway.settings
+        self._ending = asyncio.Event()
         super().__init__(
             ClientConfig(
                 app,
@@ -78,7 +84,6 @@ class GatewayServer(Server):
                 proxy_headers=False,
                 backlog=BACKLOG,
                 timeout_keep_alive=settings.keep_alive_seconds,
-                timeout_graceful_shutdown=1,
             )
         )
         self._gateway = app.gateway
@@ -86,6 +91,26 @@ class GatewayServer(Server):
         self._on_forced_exit = on_forced_exit
         self._drain: asyncio.Task[None] | None = None
         self.exit_code = DRAINED
+
+    @property  # to uvicorn a plain attribute, looked at ten times a second
+    def should_exit(self) -> bool:
+        return self._ending.is_set()
+
+    @should_exit.setter
+    def should_exit(self, value: bool) -> None:
+        if value:
+            self._ending.set()
+        else:
+            self._ending.clear()
+
+    async def main_loop(self) -> None:
+        """uvicorn's, but that the end is noticed at once."""
+        tick = 0
+        while not await self.on_tick(tick):
+            tick += 1
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(TICK_SECONDS):
+                    await self._ending.wait()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -156,6 +181,20 @@ class GatewayServer(Server):
         return [connection for connection in self.server_state.connections if isinstance(connection, ClientProtocol)]
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().shutdown(sockets)
+        """What uvicorn does, without its pauses: whatever had to be waited for has been, by the drain."""
+        for listening in self.servers:
+            listening.close()
+        for listener in sockets or []:
+            listener.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+        try:
+            async with asyncio.timeout(CLOSING_SECONDS):
+                while self.server_state.connections or self.server_state.tasks:  # noqa: ASYNC110 - uvicorn's sets
+                    await asyncio.sleep(0.005)
+        except TimeoutError:
+            for task in self.server_state.tasks:
+                task.cancel()
+        await self.lifespan.shutdown()
         if self._gateway.lifecycle.state is Lifecycle.STOPPING:
             self._gateway.lifecycle.fire(LifecycleEvent.CLOSED)
