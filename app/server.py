@@ -192,6 +192,8 @@ class GatewayServer(Server):
             async with asyncio.timeout(CLOSING_SECONDS):
                 while self.server_state.connections or self.server_state.tasks:  # noqa: ASYNC110 - uvicorn's sets
                     await asyncio.sleep(0.005)
+                for listening in self.servers:
+                    await listening.wait_closed()
         except TimeoutError:
             for task in self.server_state.tasks:
                 task.cancel()
