@@ -219,7 +219,8 @@ class Arrival:
                 self._request_id,
                 self._gateway_id,
             )
-            self._exchange = self._intake.relay.start(request, self._downstream, report, self._settle)
+            exchange = self._intake.relay.start(request, self._downstream, report, self._settle)
+            self._exchange = None if exchange.ended else exchange
         except GatewayError as error:
             self._answer(error)
         except Exception:

@@ -43,6 +43,7 @@ class AsgiDownstream:
         self._wake: asyncio.Future[None] | None = None
         self._watcher: asyncio.Task[None] | None = None
         self._then: Callable[[], None] | None = None
+        self._closed = False
 
     def watch_client(self) -> None:
         """Start to look for the client's leaving; after the body was read."""
@@ -79,8 +80,12 @@ class AsgiDownstream:
         self._ended = True
 
     def settle(self, then: Callable[[], None]) -> None:
-        self._then = then
-        self._kick()
+        self._observer = None
+        if self._closed:
+            then()
+        else:
+            self._then = then
+            self._kick()
 
     async def run(self) -> None:
         """Send what is queued, and what comes, until nothing follows and all is out."""
@@ -95,6 +100,7 @@ class AsgiDownstream:
 
     def close(self) -> None:
         """The endpoint is done, whatever happened."""
+        self._closed = True
         if self._watcher is not None:
             self._watcher.cancel()
         then, self._then = self._then, None
@@ -114,7 +120,7 @@ class AsgiDownstream:
                 async with asyncio.timeout(self._write_timeout):
                     for _ in range(len(queue)):
                         await self._send_one(queue.popleft())
-            except TimeoutError:
+            except OSError:  # a time-out is one, and servers say so that a client is gone
                 self._leave()
         if self._gone:
             queue.clear()

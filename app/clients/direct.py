@@ -90,6 +90,8 @@ class DirectCycle:
         self._arrival = arrival = Arrival(
             endpoint.intake, endpoint.route, self, target=self._target, headers=self._headers
         )
+        if self._protocol.flow.write_paused:  # an earlier answer still waits for this client
+            self.pause_writing()
         arrival.begin()
         if self._body_error is not None:
             arrival.refuse(self._body_error)
@@ -172,8 +174,12 @@ class DirectCycle:
 
     def observe(self, observer: DownstreamObserver | None) -> None:
         self._observer = observer
-        if self.disconnected and observer is not None:
+        if observer is None:
+            return
+        if self.disconnected:
             observer.client_gone()
+        elif self._stall is not None:
+            observer.pause()
 
     def send_head(self, status: int, headers: list[Header]) -> None:
         """Held until the first bytes, so that both go out in one write."""
@@ -226,7 +232,7 @@ class DirectCycle:
         self._transport.close()
 
     def settle(self, then: Callable[[], None]) -> None:
-        """Small rests are left to the transport, which a drain waits for (``server``)."""
+        """Small rests are left to the transport, which a drain waits for (``drain``)."""
         self._observer = self._arrival = None
         if not (self.response_complete or self.disconnected):
             self._transport.close()

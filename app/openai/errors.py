@@ -15,7 +15,6 @@ import msgspec
 Fault = Literal["client", "upstream", "internal"]
 Header = tuple[bytes, bytes]
 
-JSON_TYPE = b"application/json"
 _RETRY_SOON: tuple[Header, ...] = ((b"retry-after", b"1"),)
 
 

@@ -2,7 +2,7 @@
 
 The session's state is its configuration, its conversation and the responses that run. At most one response at a time
 belongs to the conversation; others, out of band, run beside it. Each one is a chat completion, which the shell
-(``realtime_connection``) has relayed like any request, so what happens to workers is no matter of the session.
+(``connection``) has relayed like any request, so what happens to workers is no matter of the session.
 
 Nothing that a client sends ends a session: what is wrong with an event is answered by an ``error`` event that names it.
 """

@@ -133,9 +133,9 @@ class Attempt:
             connection.abort()
 
     def give_up(self, reason: str) -> None:
-        """End as broken because the relay says so."""
+        """End, because the relay says so: as broken, unless the answer's end was there already."""
         self._abort()
-        self._conclude(Verdict.BROKEN, reason)
+        self._conclude(Verdict.FINISHED if self._ended else Verdict.BROKEN, reason)
 
     def pause(self) -> None:
         if self._connection is not None:

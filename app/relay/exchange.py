@@ -31,6 +31,9 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
+WAITING_KEEPALIVE_SECONDS = 5.0
+"""A client whose stream waits for a worker is told more often that it was not forgotten."""
+
 STALL_LIMITS_WITHOUT_ALTERNATIVE = 3
 """A silent worker is left at the limit only for another one. Alone it gets this many limits: by then (180 s) its keeper
 has replaced an engine that is stuck (120 s without a step), and the request ran again there."""
@@ -90,15 +93,6 @@ class Relay:
             raise
         return exchange
 
-    async def run(self, request: RelayRequest, downstream: Downstream, report: Report) -> None:
-        """The same as a coroutine. If it is cancelled, the exchange ends as if its client had left."""
-        ended = asyncio.Event()
-        exchange = self.start(request, downstream, report, ended.set)
-        try:
-            await ended.wait()
-        finally:
-            exchange.client_gone()
-
     def ended(self, exchange: Exchange) -> None:
         self._exchanges.discard(exchange)
 
@@ -112,7 +106,11 @@ class Relay:
         self._over = error
         running = list(self._exchanges)
         for exchange in running:
-            exchange.interrupt(error)
+            try:
+                exchange.interrupt(error)
+            except Exception:  # one that fails must not keep the others from their end
+                logger.exception("a request could not be ended in order")
+                exchange.drop()
         return len(running)
 
 
@@ -198,6 +196,10 @@ class Exchange:
         else:
             self._look(replica)
 
+    @property
+    def ended(self) -> bool:
+        return self._ended
+
     def drop(self) -> None:
         """Let go of everything, and tell nobody."""
         self._ended = True
@@ -221,6 +223,7 @@ class Exchange:
         if outcome is None:
             self._downstream.end()
         elif isinstance(outcome, GatewayError):
+            outcome.__traceback__ = None  # its frames would keep all of this until the collector comes
             self._delivery.fail(outcome)
         else:
             self._report.disconnected = True
@@ -368,13 +371,17 @@ class Exchange:
             self._delivery.keep_alive()
         if self._attempt is not None and not self._paused and now >= self._silent_until(self._attempt):
             self._check_silence(self._attempt, now)
-        self._arm()
+        if not self._ended:  # giving up may have been the end
+            self._arm()
 
     def _keep_alive_due(self, now: float) -> float:
         """A first keep-alive takes the answer's real status away. So the search for a worker is decided first, if it
         ends about when the keep-alive is due. A worker that has the request may refuse it too; one that has not within
         a moment is taken to be at work."""
-        due = self._delivery.sent_at + self._limits.keepalive
+        interval = self._limits.keepalive
+        if self._delivery.head_sent and self._attempt is None:
+            interval = min(interval, WAITING_KEEPALIVE_SECONDS)
+        due = self._delivery.sent_at + interval
         if self._delivery.head_sent or not self._search.since or self._search.until > due + DECIDING_SECONDS:
             return due
         return max(due, (now if self._attempt is None else self._attempt_since) + DECIDING_SECONDS)

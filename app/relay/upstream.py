@@ -11,6 +11,7 @@ Answers framed by the end of the connection are not supported: workers frame the
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 from enum import StrEnum
@@ -20,6 +21,8 @@ import httptools
 
 from app.fleet.address import Address
 from app.openai.errors import Header
+
+logger = logging.getLogger(__name__)
 
 IDLE_SECONDS = 4.0
 """Idle connections older than this are not used again; servers commonly close theirs after 5 s."""
@@ -197,7 +200,10 @@ class UpstreamConnection(asyncio.Protocol):
         if self._fresh_head:
             self._fresh_head = False
             self._head_complete = True
-            sink.head(parser.get_status_code(), self._headers)
+            try:
+                sink.head(parser.get_status_code(), self._headers)
+            except Exception:
+                self._sink_failed(sink)
             if self._sink is not sink:
                 return
         chunks, done = self._chunks, self._done
@@ -207,7 +213,16 @@ class UpstreamConnection(asyncio.Protocol):
         self._chunks = []
         if done:
             self._finish()
-        sink.read(body, done)
+        try:
+            sink.read(body, done)
+        except Exception:
+            self._sink_failed(sink)
+
+    def _sink_failed(self, sink: UpstreamSink) -> None:
+        """A bug at the other side of an answer: it ends, as a break, and its request with it."""
+        logger.exception("an answer could not be taken")
+        self.abort()
+        sink.lost(UpstreamError(Break.RESET))
 
     def _head_is_too_large(self, size: int) -> bool:
         if not self._fresh_head:
@@ -402,7 +417,11 @@ class UpstreamPool:
                 future.set_exception(error)
         if not opened:
             return
-        if not future.done():
+        if self._retired:  # whoever answers at this address now is another one
+            connection.abort()
+            if not future.done():
+                future.set_exception(UpstreamError(Break.REFUSED))
+        elif not future.done():
             future.set_result(connection)
         else:
             self.give_back(connection)
