@@ -95,10 +95,11 @@ class GatewaySettings(BaseSettings):
     """The pods' serving ports, comma separated: ``host:port`` or ``http://host:port``. Instead of it, one of the other
     ``workers_`` settings may say where workers are."""
     workers_file: Path | None = None
-    """A file of workers, one ``host:port`` a line (``#`` begins a comment) or a JSON list of them. It is followed."""
+    """A file of workers, one ``host:port`` a line (``#`` begins a comment) or a JSON list of them. Changes are
+    taken up while the gateway runs."""
     workers_dns: Annotated[Address | None, BeforeValidator(_address)] = None
-    """``host:port``: each address of this name is a worker, as with a headless Service. It is
-    resolved again and again."""
+    """``host:port``: each address of this name is a worker, as with a headless Service. It is resolved
+    every ``discovery_interval_seconds``."""
     workers_kubernetes: Annotated[ServicePort | None, BeforeValidator(_service_port)] = None
     """``namespace/service:port``: each endpoint of this Service is a worker. Followed through EndpointSlices, which the
     gateway's service account must be allowed to list and to watch."""
@@ -113,8 +114,8 @@ class GatewaySettings(BaseSettings):
     """Keys that clients must show one of, comma separated; the flag can be repeated. Without any, and without a file of
     keys, everybody is let in. Whoever may list processes can read a flag: prefer the file."""
     api_keys_file: Path | None = None
-    """Further keys, one a line; ``#`` begins a comment. Read again within seconds when it changes. With an empty file,
-    nobody is let in."""
+    """Further keys, one a line; ``#`` begins a comment. Read again within seconds when it changes. A start
+    without any key is refused; if the file is emptied later, its keys are withdrawn."""
 
     tls_certificate: Path | None = None
     """Certificate in PEM form, with its chain: the gateway then speaks HTTPS only. Read again within seconds when it or
@@ -136,16 +137,17 @@ class GatewaySettings(BaseSettings):
     connect_timeout_seconds: Seconds = 2.0
     """How long connecting to a worker may take."""
     first_byte_timeout_seconds: SecondsOrOff = 60.0
-    """Silence allowed before an answer begins; starts again whenever the worker's ``steps`` advance. 0: any."""
+    """Silence allowed before an answer begins; starts again whenever the worker's ``steps`` advance. 0: no limit."""
     stall_timeout_seconds: SecondsOrOff = 60.0
     """Silence allowed within an answer; starts again whenever the worker's ``steps`` advance. A worker's comments are
-    silence. 0: any."""
+    silence. 0: no limit."""
     keepalive_seconds: Seconds = 15.0
-    """A streaming client that was sent nothing for this long gets a comment, so that proxies keep the connection."""
+    """A streaming client that was sent nothing for this long gets a comment (``: keep-alive``), so that proxies keep
+    the connection. Clients of server-sent events pass over it."""
     client_write_timeout_seconds: Seconds = 60.0
     """A client that takes no byte for this long, while bytes wait for it, is given up."""
     body_timeout_seconds: Seconds = 60.0
-    """How long a client may take to send a request's body."""
+    """How long a client may take to send the whole of a request's body."""
     body_stall_timeout_seconds: Seconds = 20.0
     """A client that sends less than 1024 bytes of a request's body in this time, and not its end, is given up (408)."""
     head_timeout_seconds: Seconds = 30.0
@@ -205,7 +207,7 @@ class GatewaySettings(BaseSettings):
     log_format: Literal["console", "json"] = "console"
     """Lines for people, or one JSON object a line."""
     log_level: Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(_lower)] = "info"
-    """Least level that is logged."""
+    """Least level that is logged; upper or lower case."""
     otlp_endpoint: Annotated[
         str | None,
         AfterValidator(_collector),
@@ -218,7 +220,7 @@ class GatewaySettings(BaseSettings):
     parent_pid: Annotated[int, Field(ge=1)] | None = None
     """Die when this process, the parent, dies. Set by whoever starts us on one machine; unset in a container."""
     run_dir: Path | None = None
-    """If set, ``gateway.json`` there says pid, host and port while the gateway runs."""
+    """Folder for ``gateway.json``, which says pid, host and port while the gateway runs; unset: no such file."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:

@@ -15,7 +15,7 @@ def _lower(value: object) -> object:
 
 
 LogLevel = Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(_lower)]
-"""In any case."""
+"""Upper or lower case."""
 
 
 class GmsSettings(BaseSettings):
@@ -43,7 +43,7 @@ class GmsSettings(BaseSettings):
     log_level: LogLevel = Field(
         default="info", validation_alias=AliasChoices("HOTSPARE_GMS_LOG_LEVEL", "HOTSPARE_LOG_LEVEL")
     )
-    """Its own, or else that of all processes of the pod. In any case."""
+    """Its own, or else that of all processes of the pod; upper or lower case."""
     log_format: Literal["console", "json"] = Field(default="console", validation_alias="HOTSPARE_LOG_FORMAT")
     """Lines for people, or one JSON object a line."""
     parent_pid: Annotated[int, Field(gt=0)] | None = Field(default=None, validation_alias="HOTSPARE_PARENT_PID")

@@ -7,16 +7,17 @@ A unit test fails when the page is not what this would write.
 
 from __future__ import annotations
 
+import argparse
 import sys
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from app.cli.meanings import Process, Setting, settings_of, sim_settings  # noqa: E402
+from app.cli.meanings import Process, Setting, range_of, settings_of, sim_settings  # noqa: E402
 from app.cli.plan import PER_PROCESS, UpOptions  # noqa: E402
-from app.cli.up_options import up_parser  # noqa: E402
+from app.cli.up_options import Whole, up_parser  # noqa: E402
 
 PAGE = ROOT / "docs" / "settings.md"
 HEAD = """\
@@ -27,8 +28,9 @@ HEAD = """\
 Every setting is an environment variable, and most are a flag of their process, too; flags win, and `hotspare COMMAND
 --help` explains them. A bad value refuses to start, with a sentence and exit code 2. `hotspare` refuses variables that
 begin with `HOTSPARE_` and are not on this page; variables of another process are ignored. Durations are seconds and
-sizes bytes unless the name says otherwise. Switches are `true` or `false` as variables and `--name` or `--no-name` as
-flags. Where a setting has several variables, the first one that is set wins.
+sizes bytes unless the name says otherwise. *Values* are a number's bounds, both included ("above 0": without 0), or the
+words that there are. Switches are `true` or `false` as variables and `--name` or `--no-name` as flags. Where a setting
+has several variables, the first one that is set wins.
 
 `hotspare up` passes its whole environment on to the processes that it starts, so the tables below its own hold there,
 too. It sets these for each process on its own, and from the outside they are ignored:
@@ -39,22 +41,28 @@ too. It sets these for each process on its own, and from the outside they are ig
 
 `HOTSPARE_MODEL_CACHE` names the folder where the embedded model is kept once it has been converted for vLLM.
 """
-TITLES = {
-    Process.GATEWAY: "`hotspare gateway`",
-    Process.POD: "`hotspare pod`",
-    Process.ENGINE: "`hotspare engine`",
-    Process.GMS: "`hotspare gms`",
-}
+SHARED = """\
+A pod hands these on to its engines, and what is set in its environment for engines alone, too; an engine that is
+started by itself must be told the same.
+"""
 
 
 def page() -> str:
     """The whole page."""
     parts = [HEAD.format(per_process=wrapped(sorted(PER_PROCESS))), section("`hotspare up`", up_settings())]
-    for process, title in TITLES.items():
-        parts.append(section(title, settings_of(process).values()))
-        if process is Process.ENGINE:
-            parts.append(section("The sim engine", sim_settings().values()))
+    parts.append(section("`hotspare gateway`", settings_of(Process.GATEWAY).values()))
+    pod, engine = settings_of(Process.POD), settings_of(Process.ENGINE)
+    shared = {name: setting for name, setting in pod.items() if engine.get(name) == setting}
+    parts.append(section("`hotspare pod` and its `hotspare engine`", shared.values(), before=SHARED))
+    parts.append(section("`hotspare pod` alone", rest(pod, shared)))
+    parts.append(section("`hotspare engine` alone", rest(engine, shared)))
+    parts.append(section("The sim engine", sim_settings().values()))
+    parts.append(section("`hotspare gms`", settings_of(Process.GMS).values()))
     return "\n".join(parts)
+
+
+def rest(settings: Mapping[str, Setting], shared: Container[str]) -> list[Setting]:
+    return [setting for name, setting in settings.items() if name not in shared]
 
 
 def up_settings() -> list[Setting]:
@@ -65,22 +73,31 @@ def up_settings() -> list[Setting]:
             flag=" / ".join(action.option_strings),
             default=default_of(action.dest),
             meaning=(action.help or "").partition(" (default: ")[0],
+            values=values_of(action),
         )
         for action in up_parser()._actions
         if action.dest != "help"
     ]
 
 
+def values_of(action: argparse.Action) -> str:
+    if isinstance(action, argparse.BooleanOptionalAction):
+        return "true, false"
+    if isinstance(action.type, Whole):
+        return range_of(ge=action.type.least, le=action.type.most)
+    return ", ".join(map(str, action.choices or ()))
+
+
 def default_of(option: str) -> str:
     value = getattr(UpOptions(), option)
     if isinstance(value, bool):
-        return "yes" if value else "no"
+        return "true" if value else "false"
     return "" if value is None else str(value)
 
 
-def section(title: str, settings: Iterable[Setting]) -> str:
-    rows = ["| variable | flag | default | meaning |", "| --- | --- | --- | --- |", *map(row, settings)]
-    return "\n".join([f"## {title}", "", *rows, ""])
+def section(title: str, settings: Iterable[Setting], *, before: str = "") -> str:
+    rows = ["| variable | flag | default | values | meaning |", "| --- | --- | --- | --- | --- |", *map(row, settings)]
+    return "\n".join([f"## {title}", "", *([before] if before else []), *rows, ""])
 
 
 def row(setting: Setting) -> str:
@@ -88,7 +105,7 @@ def row(setting: Setting) -> str:
     flag = ", ".join(f"`{name}`" for name in setting.flag.split(" / ") if name)
     default = f"`{setting.default}`" if setting.default else ""
     meaning = setting.meaning.replace("``", "`").replace("|", "\\|")
-    return f"| {variables} | {flag} | {default} | {meaning} |"
+    return f"| {variables} | {flag} | {default} | {setting.values} | {meaning} |"
 
 
 def wrapped(names: list[str]) -> str:

@@ -77,7 +77,7 @@ Arguments = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_argument
 
 
 LogLevel = Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(_lower)]
-"""In any case: what people write for Python's logging is understood, too."""
+"""Upper or lower case: what people write for Python's logging is understood, too."""
 
 
 class SettingsError(Exception):
@@ -171,7 +171,7 @@ class WorkerSettings(BaseSettings):
     log_format: Literal["console", "json"] = "console"
     """Lines for people, or one JSON object a line."""
     log_level: LogLevel = "info"
-    """Least level that is logged, in any case."""
+    """Least level that is logged; upper or lower case."""
     parent_pid: int | None = None
     """Die when this process, the parent, dies. Set by whoever starts us on one machine; unset in a container."""
     drain_timeout_seconds: Annotated[float, Field(ge=0, le=3600)] = 5.0
@@ -216,7 +216,7 @@ class EngineSettings(WorkerSettings):
     standby_admin_ports: Ports = ()
     """Admin ports of the pod's other engines, asked for their role: the watch says whether a spare is there."""
     capacity: Annotated[int, Field(ge=1, le=65536)] = 64
-    """Most requests at a time."""
+    """Most requests at a time; one more is refused, and its gateway looks elsewhere or lets it wait."""
     heartbeat_seconds: Annotated[float, Field(gt=0, le=60)] = 1.0
     """The watch says something at least this often."""
     beat_timeout_seconds: Annotated[float, Field(ge=MIN_BEAT_TIMEOUT_SECONDS, le=3600)] = 3.0

@@ -9,11 +9,12 @@ from __future__ import annotations
 import argparse
 import ast
 import inspect
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from textwrap import dedent
-from typing import Final
+from typing import Any, Final, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings
@@ -53,6 +54,8 @@ class Setting:
     default: str
     """"" if it has none, or makes one anew each time."""
     meaning: str
+    values: str = ""
+    """Which values it takes, where the type says so: a range, or words."""
 
 
 def parser_of(process: Process) -> argparse.ArgumentParser:
@@ -92,6 +95,7 @@ def _settings(cls: type[BaseSettings], flags: dict[str, str]) -> dict[str, Setti
             flag=flags.get(name, ""),
             default=_default(field),
             meaning=texts.get(name, ""),
+            values=_values(field),
         )
         for name, field in cls.model_fields.items()
         if name != NESTED
@@ -125,10 +129,42 @@ def _variables(cls: type[BaseSettings], name: str, field: FieldInfo) -> tuple[st
     return tuple(other for other in names if isinstance(other, str) and other.isupper())
 
 
+def _values(field: FieldInfo) -> str:
+    """From the annotation: bounds of numbers, also of those in a list or of an optional one; the words of a literal."""
+    if field.annotation is bool:
+        return "true, false"
+    said = [*field.metadata, *_said_within(field.annotation)]
+    if words := [str(word) for literal in said if get_origin(literal) is Literal for word in get_args(literal)]:
+        return ", ".join(words)
+    bounds = {name: getattr(it, name) for it in said for name in ("ge", "gt", "le", "lt") if hasattr(it, name)}
+    return range_of(**bounds)
+
+
+def _said_within(annotation: Any) -> Iterator[Any]:
+    """Everything that stands in an annotation, flat: literals, and what says something about a number."""
+    if get_origin(annotation) is Literal:
+        yield annotation
+    for part in get_args(annotation):
+        yield from part.metadata if isinstance(part, FieldInfo) else _said_within(part)
+
+
+def range_of(
+    *, ge: float | None = None, gt: float | None = None, le: float | None = None, lt: float | None = None
+) -> str:
+    """A range for people; "" if there are no bounds. Pure."""
+    least = f"{ge:.15g}" if ge is not None else f"above {gt:.15g}" if gt is not None else ""
+    most = f"{le:.15g}" if le is not None else f"below {lt:.15g}" if lt is not None else ""
+    if least and most:
+        return f"{least} to {most}"
+    if least:
+        return f"{least} or more" if ge is not None else least
+    return f"at most {most}" if le is not None else most
+
+
 def _default(field: FieldInfo) -> str:
     match field.default:
         case bool(value):
-            return "yes" if value else "no"
+            return "true" if value else "false"
         case tuple(values):
             return ",".join(map(str, values))
         case str() | int() | float() | Path() as value:

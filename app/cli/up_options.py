@@ -10,6 +10,7 @@ import argparse
 import difflib
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -60,21 +61,21 @@ def up_parser() -> _Parser:
         shown = help if default is None else f"{help} (default: {default})"
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help=shown, **more)
 
-    option("pods", "how many pods", kind=_whole(1, MAX_PODS), metavar="N")
+    option("pods", "how many pods", kind=Whole(1, MAX_PODS), metavar="N")
     option("engine", "vllm; or sim, which is deterministic and has no model", kind=str, choices=("vllm", "sim"))
     option("model", "model folder in Hugging Face layout; none: the embedded SmolLM2", kind=Path, metavar="DIR")
     option("host", "where the gateway listens", kind=str)
-    option("port", "the gateway's port; 0: any", kind=_whole(0, MAX_PORT))
+    option("port", "the gateway's port; 0: any", kind=Whole(0, MAX_PORT))
     option(
-        "base_port", "first port of pod 0, the others' follow by tens; 0: any", kind=_whole(0, MAX_PORT), metavar="PORT"
+        "base_port", "first port of pod 0, the others' follow by tens; 0: any", kind=Whole(0, MAX_PORT), metavar="PORT"
     )
     option("run_dir", "folder for sockets, locks and logs", kind=Path, metavar="DIR")
-    option("shadows", "spare engines of each pod, 0 or 1", kind=_whole(0, 1), metavar="N")
+    option("shadows", "spare engines of each pod, 0 or 1", kind=Whole(0, 1), metavar="N")
     parser.add_argument(
-        "--gms", action=argparse.BooleanOptionalAction, help="a memory service in each pod (default: yes)"
+        "--gms", action=argparse.BooleanOptionalAction, help="a memory service in each pod (default: true)"
     )
     parser.add_argument(
-        "--keeper", action=argparse.BooleanOptionalAction, help="fork engines from a warm parent (default: yes)"
+        "--keeper", action=argparse.BooleanOptionalAction, help="fork engines from a warm parent (default: true)"
     )
     return parser
 
@@ -103,13 +104,17 @@ def _switch(variable: str, given: str) -> bool:
     raise CliError(f"{variable}={given}: should be true or false", code=ExitCode.BAD_CONFIGURATION)
 
 
-def _whole(least: int, most: int) -> Callable[[str], int]:
-    def number(text: str) -> int:
-        if not text.isascii() or not text.isdigit() or not least <= int(text) <= most:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} to {most}")
-        return int(text)
+@dataclass(frozen=True)
+class Whole:
+    """Reads a whole number within bounds; argparse's ``type``."""
 
-    return number
+    least: int
+    most: int
+
+    def __call__(self, text: str) -> int:
+        if not text.isascii() or not text.isdigit() or not self.least <= int(text) <= self.most:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {self.least} to {self.most}")
+        return int(text)
 
 
 def _unknown(argument: str, parser: _Parser) -> str:

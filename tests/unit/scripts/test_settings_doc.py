@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 from app.cli.help import help_text
-from app.cli.meanings import Process, settings_of, sim_settings
+from app.cli.meanings import Process, range_of, settings_of, sim_settings
 from app.cli.variables import KNOWN
 
 ROOT = Path(__file__).parents[3]
@@ -36,6 +36,41 @@ def test_every_variable_is_on_the_page(script: ModuleType) -> None:
     # The memory service knows what it shares with others by a name of its own, too: for programs, not for people.
     assert KNOWN - named == {f"HOTSPARE_GMS_{name}" for name in ("LOG_FORMAT", "PARENT_PID", "POD", "RUN_DIR")}
     assert "`DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS`" in script.page()
+
+
+def test_pod_and_engine_share_their_rows(script: ModuleType) -> None:
+    page = script.page()
+    assert page.count("| `HOTSPARE_SERVING_PORT` |") == 1
+    assert page.count("| `HOTSPARE_ADMIN_PORTS` |") == page.count("| `HOTSPARE_ADMIN_PORT` |") == 1
+    both = settings_of(Process.POD).keys() & settings_of(Process.ENGINE).keys()
+    once = page.partition("## `hotspare pod` and")[2].partition("## `hotspare pod` alone")[0]
+    assert {f"HOTSPARE_{name.upper()}" for name in both} == set(re.findall(r"^\| `(\w+)`", once, re.MULTILINE))
+
+
+@pytest.mark.parametrize(
+    ("process", "name", "values"),
+    [
+        (Process.GATEWAY, "port", "0 to 65535"),
+        (Process.GATEWAY, "drain_timeout_seconds", "0 to 86400"),  # bounds beside an alias
+        (Process.GATEWAY, "connect_timeout_seconds", "above 0 to 86400"),
+        (Process.GATEWAY, "parent_pid", "1 or more"),  # of an optional number
+        (Process.GATEWAY, "log_format", "console, json"),
+        (Process.GATEWAY, "access_log", "true, false"),
+        (Process.GATEWAY, "host", ""),
+        (Process.POD, "admin_ports", "1 to 65535"),  # of each in a list
+        (Process.GMS, "memory_limit", "above 0"),
+    ],
+)
+def test_values_are_what_the_types_say(process: Process, name: str, values: str) -> None:
+    assert settings_of(process)[name].values == values
+
+
+def test_ranges() -> None:
+    assert range_of() == ""
+    assert range_of(ge=0.75) == "0.75 or more"
+    assert range_of(gt=0, lt=1) == "above 0 to below 1"
+    assert range_of(le=1 << 40) == "at most 1099511627776"
+    assert range_of(lt=5) == "below 5"
 
 
 def test_every_setting_has_a_meaning_and_a_variable() -> None:
