@@ -120,6 +120,7 @@ class DirectCycle:
     def refuse_body(self, error: GatewayError) -> None:
         """What follows is not the rest of the body, or nobody waits for it any longer."""
         self._body_error = error
+        self._body = b""
         self._end_body()
         if self._arrival is not None:
             self._arrival.refuse(error)
@@ -134,6 +135,7 @@ class DirectCycle:
     def gone(self) -> None:
         """The connection is lost."""
         self.disconnected = True
+        self._body = b""
         self._end_body()
         self._end_stall()
         if self._arrival is not None:

@@ -45,6 +45,8 @@ MAX_FRAMING_BYTES = 16 * 1024
 """Of a body's trailers, or of one chunk's extensions."""
 MAX_PIPELINED = 64
 """Requests of one connection that wait for the answer to an earlier one."""
+MAX_AHEAD_BYTES = 64 * 1024
+"""Of one connection, unread, while requests wait; a read may bring some more."""
 
 
 class ClientProtocol(ClientOutput):
@@ -88,6 +90,10 @@ class ClientProtocol(ClientOutput):
         """Its head is complete, and it is its turn; it starts with its body, or when this read is over."""
         self._serving: DirectCycle | None = None
         """The one that is being answered."""
+        self._applying: RequestResponseCycle | None = None
+        """The one that the application answers."""
+        self._ahead = b""
+        """Bytes that came while requests waited for their turn."""
         self._unwritten: list[DirectCycle] = []
 
     # The size and the time of a head
@@ -112,11 +118,37 @@ class ClientProtocol(ClientOutput):
         for cycle in cycles:
             if isinstance(cycle, DirectCycle):
                 cycle.gone()
+        if self._applying is not None and not self._applying.response_complete:
+            self._applying.disconnected = True
+            self._applying.message_event.set()
         super().connection_lost(exc)
+        # Whatever still holds this connection shall not hold its requests and their bodies.
+        self._serving = self._applying = self.cycle = None  # type: ignore[assignment]
+        self.pipeline.clear()
+        self._ahead = b""
 
     def data_received(self, data: bytes) -> None:
         if self._refused:
             return
+        if self.pipeline or self._ahead:
+            self._hold(data)
+        else:
+            self._read(data)
+
+    def _hold(self, data: bytes) -> None:
+        """Requests wait for an earlier answer already: what follows waits unread, up to a bound. The socket is read on
+        meanwhile, because only so do we hear that the client has left."""
+        if len(self._ahead) < MAX_AHEAD_BYTES:
+            self._ahead += data
+        else:
+            self._refuse(malformed_request(f"more than {MAX_AHEAD_BYTES} bytes of requests wait for their turn"))
+
+    def _read_on(self) -> None:
+        data, self._ahead = self._ahead, b""
+        if data and not self._lost:
+            self.data_received(data)
+
+    def _read(self, data: bytes) -> None:
         self._message_ended = self._body_came = False
         self._unset_keepalive_if_required()
         try:
@@ -217,6 +249,8 @@ class ClientProtocol(ClientOutput):
         else:
             self._begin_scope()
             super().on_headers_complete()
+            if self.pipeline:
+                self.flow.resume_reading()  # uvicorn would read no more until it is this request's turn
 
     def _check_head(self) -> DirectEndpoint | None:
         """Who serves this head's request without ASGI, if any does."""
@@ -258,7 +292,6 @@ class ClientProtocol(ClientOutput):
         if before is None or before.response_complete:
             self._arriving = cycle
         else:
-            self.flow.pause_reading()
             self.pipeline.appendleft((self.cycle, self.app))
 
     def _serve(self, cycle: DirectCycle) -> None:
@@ -272,7 +305,7 @@ class ClientProtocol(ClientOutput):
         if isinstance(ours, DirectCycle):
             self.loop.call_soon(self._serve, ours)
         else:
-            self._serving = None
+            self._serving, self._applying = None, cycle
             super()._start_asgi_task(cycle, cast(Any, self._ending_early(cycle, app)))
 
     def _ending_early(self, cycle: RequestResponseCycle, app: Any) -> AsgiApp:
@@ -309,6 +342,8 @@ class ClientProtocol(ClientOutput):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        if self._ahead and not self.pipeline:
+            self.loop.call_soon(self._read_on)
         if self._ending:
             self._refused = True  # what follows is no request
             self._unset_keepalive_if_required()

@@ -1,4 +1,4 @@
-"""A request ends once: nothing of it is left afterwards, whatever it ended of, and nothing follows on its connection."""
+"""A request ends once: nothing of it is left afterwards, whatever it ended of; nothing follows on its connection."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from app.clients.direct import DirectCycle
 from app.relay.exchange import Exchange
 from tests.integration.app.conftest import Running, read_response, run_gateway
 from tests.integration.app.fake_worker import (
@@ -212,3 +213,79 @@ async def test_an_asgi_server_that_says_by_an_error_that_the_client_is_gone(work
         call = await worker.call(0)
         async with asyncio.timeout(1):
             await call.closed.wait()
+
+
+@pytest.mark.parametrize("leaves", ["close", "half-close", "reset"])
+async def test_a_client_that_pipelines_and_leaves_is_noticed(workers: Any, leaves: str) -> None:
+    """While a second request waits for its turn the socket is read on, so that its end is heard."""
+    (worker,) = await workers("pod-0")
+    worker.will(hangs)
+    async with run_gateway(worker) as running:
+        _, writer = await running.raw(request(stream=False) + request(stream=False) + b"POST /v1/")
+        call = await worker.call(0)
+        if leaves == "close":
+            writer.close()
+        elif leaves == "half-close":
+            writer.write_eof()
+        else:
+            writer.transport.abort()
+        async with asyncio.timeout(1):
+            await call.closed.wait()
+        await running.until(lambda: running.gateway.admission.inflight == 0)
+        assert len(worker.calls) == 1
+        writer.close()
+
+
+async def test_a_body_that_comes_while_its_request_waits(workers: Any) -> None:
+    """In pieces, and more than one request behind another: each is answered in turn."""
+    (worker,) = await workers("pod-0")
+    worker.will(streams_then_waits(event("a"), then=DONE))
+    async with run_gateway(worker) as running:
+        second = request(stream=False)
+        reader, writer = await running.raw(request(stream=True) + second[:-10])
+        call = await worker.call(0)
+        writer.write(second[-10:-5])
+        await writer.drain()
+        writer.write(second[-5:] + second)
+        await writer.drain()
+        call.go.set()
+        answers = [await read_response(reader) for _ in range(3)]
+        assert [status for status, _, _ in answers] == [200, 200, 200]
+        assert len(worker.calls) == 3
+        writer.close()
+
+
+async def test_too_much_ahead_ends_the_connection_and_no_answer(workers: Any) -> None:
+    (worker,) = await workers("pod-0")
+    worker.will(streams_then_waits(event("a"), then=DONE))
+    async with run_gateway(worker) as running:
+        reader, writer = await running.raw(request(stream=True) + request(stream=False))
+        call = await worker.call(0)
+        for _ in range(40):
+            writer.write(request(stream=False) * 100)
+            await writer.drain()
+        call.go.set()
+        assert [(await read_response(reader))[0] for _ in range(2)] == [200, 200]
+        async with asyncio.timeout(5):
+            await reader.read()
+        assert len(worker.calls) == 2
+        writer.close()
+
+
+async def test_uploads_that_were_broken_off_hold_no_memory(workers: Any) -> None:
+    """Not even until the collector comes."""
+    (worker,) = await workers("pod-0")
+    async with run_gateway(worker) as running:
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(3):
+                head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: g\r\ncontent-length: %d\r\n\r\n" % (6 << 20)
+                _, writer = await running.raw(head + b"x" * (5 << 20))
+                await running.until(lambda: running.gateway.admission.inflight == 1)
+                writer.close()
+                await running.until(lambda: running.gateway.admission.inflight == 0)
+            held = sum(len(found._body) for found in gc.get_objects() if isinstance(found, DirectCycle))
+            assert held == 0
+        finally:
+            gc.enable()

@@ -138,7 +138,7 @@ class Bench:
                 for _ in range(turns):
                     await asyncio.sleep(0)
             while protocol.cycle is not None and not protocol.cycle.response_complete and not transport.is_closing():
-                if protocol.cycle.more_body and transport.reading:
+                if protocol.cycle.more_body and transport.reading and not (protocol.pipeline or protocol._ahead):
                     break  # it waits for more, and for nobody before it
                 await asyncio.sleep(0)
             if not transport.is_closing():
