@@ -48,10 +48,10 @@ def test_names_are_ours_and_in_base_units() -> None:
 
 
 def test_every_metric_is_in_the_docs() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "operations.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text()
     for family in GatewayMetrics().collectors.collect():
         name = f"{family.name}_total" if family.type == "counter" else family.name
-        assert f"`{name}`" in page, f"{name} belongs into the table in docs/operations.md"
+        assert f"`{name}`" in page, f"{name} belongs into the table in docs/metrics.md"
 
 
 async def test_requests_count_under_route_model_and_status() -> None:
