@@ -20,6 +20,7 @@ from app.admission import AdmissionController
 from app.clients.asgi import Message, Receive, Scope, Send
 from app.clients.connections import Connections
 from app.clients.cors import Cors
+from app.clients.decoders import Decoders
 from app.clients.direct import DirectEndpoint
 from app.clients.methods import methods_of, with_general, without_body
 from app.clients.uploads import Uploads
@@ -84,7 +85,8 @@ class Gateway:
 
     def interrupt_all(self, error: GatewayError) -> int:
         """End every admitted request with this error; returns how many there were. Sessions close once theirs have."""
-        cut = self.intake.uploads.interrupt_all(error) + self.relay.interrupt_all(error)
+        intake = self.intake
+        cut = sum(part.interrupt_all(error) for part in (intake.uploads, intake.decoders, self.relay))
         self.sessions.hasten()
         self.metrics.drain_cut(cut)
         return cut
@@ -183,12 +185,14 @@ def create_app(settings: GatewaySettings, sink: LogSink | None = None, place: Pl
         ),
     )
     tracing = _tracing(settings, metrics)
+    decoders = Decoders()
     intake = Intake(
         admission=admission,
         relay=relay,
         metrics=metrics,
         ids=ids,
         uploads=Uploads(stall_seconds=settings.body_stall_timeout_seconds),
+        decoders=decoders,
         max_body_bytes=settings.max_body_bytes,
         keys=access.keys,
         access_log=_access_log(settings, sink),
@@ -218,7 +222,8 @@ def create_app(settings: GatewaySettings, sink: LogSink | None = None, place: Pl
             LoopLag(metrics.loop_lag),
             siblings or nullcontext(),
         ):
-            yield
+            with decoders:
+                yield
 
     app = GatewayApp(
         title="Hotspare gateway",

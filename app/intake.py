@@ -12,12 +12,12 @@ import asyncio
 import itertools
 import logging
 import secrets
-import sys
 import time
 from typing import TYPE_CHECKING
 
 from app.admission import AdmissionController, InflightToken
 from app.clients.content_coding import CODINGS, Decoding, coding_of, without_coding
+from app.clients.decoders import Decoder, Decoders
 from app.clients.uploads import Uploads
 from app.openai.errors import (
     GatewayError,
@@ -90,6 +90,7 @@ class Intake:
         metrics: GatewayMetrics,
         ids: RequestIds,
         uploads: Uploads,
+        decoders: Decoders,
         max_body_bytes: int,
         keys: ApiKeys | None = None,
         access_log: AccessLog | None = None,
@@ -105,6 +106,7 @@ class Intake:
         self.tracing = tracing
         self.max_body_bytes = max_body_bytes
         self.uploads = uploads
+        self.decoders = decoders
 
 
 class Arrival:
@@ -151,7 +153,7 @@ class Arrival:
         self._token: InflightToken | None = None
         self._exchange: Exchange | None = None
         self._coding = ""
-        self._decoding: asyncio.Future[bool] | None = None
+        self._decoding: Decoder | None = None
         self.over = False
         """Nothing more is wanted of the request."""
 
@@ -189,13 +191,11 @@ class Arrival:
         if whole:
             self._relay(decoding.body)
         else:
-            self._decoding = asyncio.get_running_loop().run_in_executor(None, decoding.run, sys.maxsize)
-            self._decoding.add_done_callback(lambda done: self._decoded(decoding, done))
+            self._decoding = self._intake.decoders.start(decoding, lambda error: self._decoded(decoding, error))
 
-    def _decoded(self, decoding: Decoding, done: asyncio.Future[bool]) -> None:
+    def _decoded(self, decoding: Decoding, error: BaseException | None) -> None:
         self._decoding = None
-        error = None if done.cancelled() else done.exception()
-        if done.cancelled() or self._report.disconnected:
+        if self._report.disconnected or isinstance(error, asyncio.CancelledError):
             self._report.disconnected = True
             self._settle()
         elif error is None:
@@ -238,6 +238,7 @@ class Arrival:
             self._exchange.client_gone()
         elif self._decoding is not None:
             self._report.disconnected = True
+            self._decoding.stop()
         elif not self.over:
             self.over = True
             self._report.disconnected = True

@@ -1,7 +1,8 @@
 """[P] Bodies that a client has compressed: gzip, zstd and deflate, one at a time, never more than the limit.
 
 A small body can stand for one that fills the memory, so output is taken in pieces, and the limit is looked at after
-each. Decoding takes steps, so that whoever runs it can leave the event loop when a body turns out to be large.
+each. Decoding takes steps, so that whoever runs it can leave the event loop when a body turns out to be large, and can
+be stopped between two of them.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from app.openai.errors import Header, body_too_large, invalid_encoding, unsuppor
 
 CODINGS: Final = ("gzip", "zstd", "deflate")
 _PIECE_BYTES: Final = 64 * 1024
+MAX_PARTS: Final = 64
+"""Members of gzip or frames of zstd in one body. One is usual; many that stand for nothing would cost minutes."""
 _STEP_BYTES: Final = 4 * 1024
 """What a piece costs beside its bytes: there are bodies of many parts that stand for nothing."""
 _ZSTD: Final[dict[int, int]] = {DecompressionParameter.window_log_max: 23}
@@ -52,10 +55,15 @@ class Decoding:
         self._pieces = _unzstd(coded) if coding == "zstd" else _inflate(coded, 31 if coding == "gzip" else 15)
         self._parts: list[bytes] = []
         self._size = 0
+        self._stopped = False
 
     @property
     def body(self) -> bytes:
         return b"".join(self._parts)
+
+    def stop(self) -> None:
+        """Have :meth:`run`, in whatever thread, return soon. The body will never be whole."""
+        self._stopped = True
 
     def run(self, budget_bytes: int) -> bool:
         """Go on until about so many bytes came out, or to the end: then it returns ``True``.
@@ -71,13 +79,19 @@ class Decoding:
                 if piece:
                     self._parts.append(piece)
                 budget_bytes -= len(piece) + _STEP_BYTES
-                if budget_bytes <= 0:
+                if budget_bytes <= 0 or self._stopped:
                     return False
         except EOFError:
             raise invalid_encoding(self._coding, "it ends too early") from None
+        except _TooManyParts:
+            raise invalid_encoding(self._coding, f"it has more than {MAX_PARTS} members or frames") from None
         except (zlib.error, ZstdError):
             raise invalid_encoding(self._coding, "it is damaged, or something else") from None
         return True
+
+
+class _TooManyParts(Exception):
+    """More than :data:`MAX_PARTS`."""
 
 
 def _slices(coded: bytes) -> Iterator[memoryview]:
@@ -89,10 +103,14 @@ def _slices(coded: bytes) -> Iterator[memoryview]:
 def _inflate(coded: bytes, window_bits: int) -> Iterator[bytes]:
     """gzip may have several members, one after the other; they are one body."""
     inflater = zlib.decompressobj(window_bits)
+    parts = 1
     for part in _slices(coded):
         rest: bytes | memoryview = part
         while rest:
             if inflater.eof:
+                parts += 1
+                if parts > MAX_PARTS:
+                    raise _TooManyParts
                 inflater = zlib.decompressobj(window_bits)
             yield inflater.decompress(rest, _PIECE_BYTES)
             rest = inflater.unused_data if inflater.eof else inflater.unconsumed_tail
@@ -106,10 +124,14 @@ def _inflate(coded: bytes, window_bits: int) -> Iterator[bytes]:
 def _unzstd(coded: bytes) -> Iterator[bytes]:
     """Frame after frame."""
     frame = ZstdDecompressor(options=_ZSTD)
+    parts = 1
     for part in _slices(coded):
         rest: bytes | memoryview = part
         while rest:
             if frame.eof:
+                parts += 1
+                if parts > MAX_PARTS:
+                    raise _TooManyParts
                 frame = ZstdDecompressor(options=_ZSTD)
             yield frame.decompress(rest, _PIECE_BYTES)
             while not (frame.eof or frame.needs_input):

@@ -296,6 +296,17 @@ def body_too_slow(limit_seconds: float) -> GatewayError:
     )
 
 
+def body_not_decoded(limit_seconds: float) -> GatewayError:
+    return GatewayError(
+        408,
+        "request_timeout",
+        f"The compressed request body was not decoded within {limit_seconds:g} s; send it uncompressed.",
+        type="invalid_request_error",
+        fault="client",
+        retryable=True,
+    )
+
+
 def invalid_json(reason: str) -> GatewayError:
     return GatewayError(
         400,

@@ -14,7 +14,7 @@ from backports import zstd
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.clients.content_coding import CODINGS, Decoding, coding_of, without_coding
+from app.clients.content_coding import CODINGS, MAX_PARTS, Decoding, coding_of, without_coding
 from app.openai.errors import GatewayError
 
 LIMIT = 1 << 20
@@ -119,12 +119,32 @@ def test_a_zstd_window_that_is_too_large() -> None:
 
 
 def test_a_body_of_nothing_goes_in_steps_too() -> None:
-    """Many members that stand for nothing: each step ends."""
-    decoding = Decoding("gzip", gzip.compress(b"") * 1000, LIMIT)
+    """Parts that stand for nothing: each step ends."""
+    decoding = Decoding("gzip", gzip.compress(b"") * MAX_PARTS, LIMIT)
     steps = 1
     while not decoding.run(100_000):
         steps += 1
-    assert (decoding.body, steps > 10) == (b"", True)
+    assert (decoding.body, steps > 2) == (b"", True)
+
+
+@pytest.mark.parametrize("coding", ["gzip", "zstd"])
+def test_parts_are_limited(coding: str) -> None:
+    make = MADE[coding]
+    assert decode(coding, make(b"") * (MAX_PARTS - 1) + make(b"x")) == b"x"
+    assert refusal(coding, make(b"") * MAX_PARTS + make(b"x")) == (400, "invalid_content_encoding")
+
+
+def test_frames_to_be_skipped_count() -> None:
+    skipped = b"\x50\x2a\x4d\x18" + bytes(4)
+    assert refusal("zstd", skipped * MAX_PARTS + zstd.compress(b"x")) == (400, "invalid_content_encoding")
+
+
+@pytest.mark.parametrize("coding", CODINGS)
+def test_one_that_is_stopped_goes_one_piece_further(coding: str) -> None:
+    decoding = Decoding(coding, MADE[coding](bytes(LIMIT)), LIMIT)
+    decoding.stop()
+    assert not decoding.run(1 << 40)
+    assert len(decoding.body) <= 64 * 1024
 
 
 @pytest.mark.parametrize(
