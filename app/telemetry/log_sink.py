@@ -2,8 +2,8 @@
 
 Whoever reads standard error may be slow, or stopped, and a full pipe would then stop the event loop and every stream
 with it. So lines are queued, up to a limit, and written as far as the descriptor takes them; what is over the limit is
-dropped and counted. Access lines wait a few milliseconds for company, so that many cost one system call; all other
-lines take the queue with them at once, so that the last words before a crash are there.
+dropped and counted. A disk that is full is tried again. Access lines wait a few milliseconds for company, so that many
+cost one system call; all other lines take the queue with them at once, so that the last words before a crash are there.
 
 Standard error may be shared with other processes, so its own flags stay as they are: a pipe or a terminal is opened a
 second time for writing without blocking. Where that cannot be (a socket; a pipe of another user) it is asked for room
@@ -13,6 +13,7 @@ first, and given no more than that leaves for certain.
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import select
@@ -27,9 +28,12 @@ logger = logging.getLogger(__name__)
 LIMIT_BYTES: Final = 1024 * 1024
 COMPANY_SECONDS: Final = 0.01
 RETRY_SECONDS: Final = 0.05
+LONGEST_RETRY_SECONDS: Final = 2.0
+"""Errors that may pass, a full disk above all, are tried again less and less often."""
 LAST_LINES_SECONDS: Final = 1.0
 """How long the end of the process waits for a reader of what is still queued."""
 _FILE_BYTES: Final = 64 * 1024
+_READER_GONE: Final = frozenset((errno.EPIPE, errno.EBADF, errno.ECONNRESET, errno.ENOTCONN))
 
 
 class LogSink:
@@ -43,6 +47,9 @@ class LogSink:
         self._timer_loop: asyncio.AbstractEventLoop | None = None
         """Whose timer will flush, while one is set."""
         self._gone = False
+        self._pause = 0.0
+        """How long nothing is written after an error; 0 while all is well."""
+        self._pause_ends = 0.0
         self.dropped = 0
         """Lines that nobody will read."""
         self._told = 0
@@ -69,7 +76,7 @@ class LogSink:
             self._lines.append(line)
             self._bytes += len(line)
         if not self._flush():
-            self._flush_later(RETRY_SECONDS)
+            self._flush_later(self._pause or RETRY_SECONDS)
 
     def close(self, patience: float = LAST_LINES_SECONDS) -> None:
         """Write what is left, waiting a little for a reader. Later lines are still taken. Idempotent."""
@@ -78,6 +85,9 @@ class LogSink:
             left = deadline - time.monotonic()
             if left <= 0:
                 return
+            if self._pause:  # such a descriptor says that it has room
+                time.sleep(min(left, self._pause))
+                continue
             poller = select.poll()
             poller.register(self._descriptor, select.POLLOUT)
             poller.poll(left * 1000)
@@ -103,7 +113,7 @@ class LogSink:
     def _due(self) -> None:
         self._timer_loop = None
         if not self._flush():
-            self._flush_later(RETRY_SECONDS)
+            self._flush_later(self._pause or RETRY_SECONDS)
         elif self.dropped > self._told:
             told, self._told = self._told, self.dropped
             logger.warning("nobody took log lines for a while: %d were dropped", self._told - told)
@@ -111,19 +121,26 @@ class LogSink:
     def _flush(self) -> bool:
         """Write what can be written; returns whether nothing is left."""
         with self._lock:
+            if self._pause and time.monotonic() < self._pause_ends:
+                return not self._lines
             while self._lines:
                 piece = self._take()
                 allowed = min(len(piece), self._piece)
                 try:
                     written = os.write(self._descriptor, piece[:allowed]) if self._has_room() else 0
+                    self._pause = 0.0
                 except (BlockingIOError, InterruptedError):
                     written = 0
-                except OSError:  # the reader is gone for good
-                    self._gone = True
-                    self.dropped += sum(left.count(b"\n") for left in (piece, *self._lines))
-                    self._lines.clear()
-                    self._bytes = 0
-                    return True
+                except OSError as error:
+                    if error.errno in _READER_GONE:
+                        self._gone = True
+                        self.dropped += sum(left.count(b"\n") for left in (piece, *self._lines))
+                        self._lines.clear()
+                        self._bytes = 0
+                        return True
+                    written = 0
+                    self._pause = min(2 * self._pause or RETRY_SECONDS, LONGEST_RETRY_SECONDS)
+                    self._pause_ends = time.monotonic() + self._pause
                 self._bytes -= written
                 if written < len(piece):
                     self._lines.appendleft(piece[written:])

@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -191,4 +192,64 @@ def test_logging_goes_through_it(pipe: Pipe) -> None:
     logger.warning("caf\u00e9 \udc80")
     handler.flush()
     assert pipe.read() == "café \\udc80\n".encode()
+    sink.release()
+
+
+class Disk:
+    """A file, and the same descriptor on a disk that is full."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        self._full = os.open("/dev/full", os.O_WRONLY)
+        self.descriptor = os.dup(self._file)
+
+    def fill(self) -> None:
+        os.dup2(self._full, self.descriptor)
+
+    def clear(self) -> None:
+        os.dup2(self._file, self.descriptor)
+
+    def close(self) -> None:
+        for descriptor in (self._file, self._full, self.descriptor):
+            os.close(descriptor)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Disk]:
+    made = Disk(tmp_path / "log")
+    yield made
+    made.close()
+
+
+async def test_a_disk_that_was_full_gets_what_waited(disk: Disk, caplog: pytest.LogCaptureFixture) -> None:
+    sink = LogSink(disk.descriptor, limit_bytes=6000)
+    sink.write(b"before\n")
+    disk.fill()
+    for _ in range(200):
+        sink.write(LINE)
+    sink.access(LINE)
+    await asyncio.sleep(0.2)  # a few tries
+    dropped = sink.dropped
+    assert 100 < dropped < 200
+    disk.clear()
+    async with asyncio.timeout(5):
+        while "dropped" not in caplog.text:  # noqa: ASYNC110  # asked, not told
+            await asyncio.sleep(0.01)
+    assert disk.path.read_bytes() == b"before\n" + LINE * (201 - dropped)
+    sink.write(b"after\n")
+    assert disk.path.read_bytes().endswith(b"after\n")
+    sink.release()
+
+
+def test_the_end_on_a_full_disk_does_not_run_in_circles(disk: Disk) -> None:
+    sink = LogSink(disk.descriptor)
+    disk.fill()
+    sink.write(LINE)
+    began = time.process_time()
+    sink.close(0.4)
+    assert time.process_time() - began < 0.2
+    disk.clear()
+    sink.close(10)
+    assert disk.path.read_bytes() == LINE
     sink.release()
