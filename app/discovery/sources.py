@@ -6,9 +6,7 @@ A source runs until it is cancelled and tells what it finds, also when it is the
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
-import stat
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -16,6 +14,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from app.discovery.findings import Failed, Finding, Found, one_family
 from app.discovery.hostfile import MAX_FILE_BYTES, read_addresses
 from app.fleet.address import Address
+from app.plain_file import read_regular
 
 T = TypeVar("T")
 
@@ -125,15 +124,7 @@ class _Lookup(Generic[T]):
 def _read(path: Path) -> bytes | str:
     """The file's content, or why it cannot be had."""
     try:
-        # Without O_NONBLOCK the open of a pipe would wait for its writer.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                return "is not a regular file"
-            with open(descriptor, "rb", closefd=False) as file:
-                return file.read(MAX_FILE_BYTES + 1)
-        finally:
-            os.close(descriptor)
+        return read_regular(path, MAX_FILE_BYTES)
     except OSError as error:
         return f"cannot be read: {error.strerror}"
 

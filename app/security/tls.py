@@ -58,6 +58,7 @@ class ServerTls:
             raise StartError(f"the key {self._key} is encrypted; use one that is not")
         expires = self._expiry()
         try:
+            # It opens them by their names; that they are regular files, which nobody waits for, is known by now.
             context.load_cert_chain(self.certificate, self._key, password=lambda: "")
         except OSError as error:
             pair = f"the TLS pair {self.certificate} and {self._key}"

@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from app.plain_file import read_regular
 from app.start_error import StartError
 
 logger = logging.getLogger(__name__)
@@ -30,8 +31,7 @@ def read_text(path: Path, name: str) -> str:
     """
     hint = f"check {name} (HOTSPARE_{name.upper()})"
     try:
-        with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
+        data = read_regular(path, MAX_BYTES)
     except OSError as error:
         raise StartError(f"{path} cannot be read: {error.strerror}; {hint}") from None
     if len(data) > MAX_BYTES:

@@ -56,12 +56,16 @@ def test_what_cannot_be_used_is_a_sentence(tmp_path: Path, pairs: list[Pair]) ->
     one, other = pairs
     junk = tmp_path / "junk"
     junk.write_text("no PEM")
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
     locked = tmp_path / "locked.key"
     openssl("ec", "-in", str(one.key), "-out", str(locked), "-aes128", "-passout", "pass:secret")
     for certificate, key, said in (
         (one.certificate, other.key, "the key does not belong to the certificate"),
         (tmp_path / "none", one.key, r"none cannot be read.*HOTSPARE_TLS_CERTIFICATE"),
         (one.certificate, tmp_path / "none", r"none cannot be read.*HOTSPARE_TLS_KEY"),
+        (pipe, one.key, "pipe cannot be read: it is not a regular file"),
+        (one.certificate, pipe, "pipe cannot be read: it is not a regular file"),
         (junk, one.key, "holds no certificate in PEM form"),
         (one.certificate, junk, "cannot be used"),
         (one.certificate, locked, "is encrypted"),

@@ -98,12 +98,25 @@ async def test_a_file_that_goes_is_said_once_and_its_return_is_seen(
     assert second == "read again"
 
 
+async def test_a_pipe_in_its_place_is_not_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("a")
+    async with Follower(path) as follower:
+        os.mkfifo(tmp_path / "pipe")
+        os.replace(tmp_path / "pipe", path)
+        assert await follower.next() == "failed"
+        (tmp_path / "new").write_text("b")
+        os.replace(tmp_path / "new", path)
+        assert await follower.next() == "b"
+
+
 def test_what_cannot_be_read_is_a_sentence(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     for prepare, said in (
         (lambda: None, "No such file"),
         (lambda: path.write_bytes(b"\xff"), "not UTF-8"),
-        (lambda: path.write_bytes(b"x" * (watched_files.MAX_BYTES + 1)), "larger than"),
+        (lambda: (path.unlink(), os.mkfifo(path)), "not a regular file"),  # nobody writes to it
+        (lambda: (path.unlink(), path.write_bytes(b"x" * (watched_files.MAX_BYTES + 1))), "larger than"),
     ):
         prepare()
         with pytest.raises(StartError, match=f"{said}.*HOTSPARE_API_KEYS_FILE"):
