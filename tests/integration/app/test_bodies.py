@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import time
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from backports import zstd
 
 from tests.integration.app.conftest import read_response, run_gateway
-from tests.integration.app.fake_worker import MODEL
+from tests.integration.app.fake_worker import MODEL, chunk
 
 BODY = json.dumps({"model": MODEL, "padding": "x" * 300}).encode()
 POST = b"POST /v1/completions HTTP/1.1\r\nhost: g\r\n"
@@ -134,7 +135,7 @@ async def test_an_expectation_in_http_1_0_means_nothing(workers: Any) -> None:
     head = b"POST /v1/completions HTTP/1.0\r\nexpect: 100-continue\r\ncontent-length: %d\r\n\r\n" % len(BODY)
     async with run_gateway(worker) as running, asyncio.timeout(5):
         reader, writer = await running.raw(head)
-        await asyncio.sleep(0.02)
+        await running.until(lambda: running.gateway.admission.inflight == 1)
         writer.write(BODY)
         assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
         writer.close()
@@ -197,12 +198,18 @@ async def test_a_body_that_trickles(workers: Any) -> None:
 
 
 async def test_a_body_that_is_slow_but_comes(workers: Any) -> None:
+    """It takes longer than the limit, while each part of it comes in far less."""
     (worker,) = await workers("pod-0")
-    body = padded(12 * 1100)
-    async with run_gateway(worker, body_stall_timeout_seconds=0.2) as running, asyncio.timeout(10):
-        reader, writer = await running.raw(POST + b"content-length: %d\r\n\r\n" % len(body))
-        for start in range(0, len(body), 1100):
-            writer.write(body[start : start + 1100])
-            await asyncio.sleep(0.05)
+    limit = 0.6
+    async with run_gateway(worker, body_stall_timeout_seconds=limit) as running, asyncio.timeout(10):
+        reader, writer = await running.raw(POST + b"transfer-encoding: chunked\r\n\r\n")
+        began = time.monotonic()
+        pieces = [BODY]
+        while time.monotonic() < began + 1.3 * limit:
+            writer.write(chunk(pieces[-1]))
+            await asyncio.sleep(limit / 12)
+            pieces.append(b" " * 1100)
+        writer.write(chunk(pieces[-1]) + b"0\r\n\r\n")
         assert (await read_response(reader))[0] == 200
         writer.close()
+    assert worker.calls[0].body == b"".join(pieces)

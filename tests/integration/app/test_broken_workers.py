@@ -455,12 +455,14 @@ async def test_a_silent_worker_is_left_for_another(workers: Any) -> None:
 async def test_steps_are_a_sign_of_life(workers: Any) -> None:
     one, two = await workers("pod-0", "pod-1")
     one.will(hangs)
-    async with run_gateway(one, two, first_byte_timeout_seconds=0.4) as running:
+    limit = 0.6
+    async with run_gateway(one, two, first_byte_timeout_seconds=limit) as running:
         asked = asyncio.create_task(running.chat())
         call = await one.call()
-        for step in range(12):
-            one.say(steps=step + 1)
-            await asyncio.sleep(0.1)
+        began = time.monotonic()
+        while time.monotonic() < began + 2 * limit:
+            one.say(steps=one.line.steps + 1)
+            await asyncio.sleep(limit / 12)
         assert not asked.done()
         call.go.set()
         assert (await asked).json()["choices"][0]["message"]["content"] == "from pod-0"

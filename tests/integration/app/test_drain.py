@@ -228,3 +228,34 @@ async def test_a_drain_while_the_workers_are_still_unknown(workers: Any) -> None
         await running.until(lambda: running.server.started)
         running.server.request_drain()
         await ends(running)
+
+
+async def test_all_that_is_promised_to_one_that_waits_in_line(workers: Any) -> None:
+    """A whole answer, asked for before the drain, for which there is no worker until long after it has begun."""
+    (worker,) = await workers("pod-0")
+    await worker.die()
+    async with run_gateway(worker, drain_timeout_seconds=20, wait_for_worker_seconds=20) as running:
+        reader, writer = await running.raw(HEAD % len(BODY) + BODY)
+        await running.until(lambda: running.gateway.queue.waiting == 1)
+        running.server.request_drain("SIGTERM")
+        # Listeners stay open: probes are answered, and whoever is new is sent away, on a connection that ends.
+        health = await running.client.get("/health")
+        assert (health.status_code, health.json()["status"]) == (503, "draining")
+        assert (await running.client.get("/live")).status_code == 200
+        late, late_writer = await running.raw(HEAD % len(BODY) + BODY)
+        status, headers, body = await read_response(late)
+        assert (status, json.loads(body)["error"]["code"]) == (503, "draining")
+        assert (headers["connection"], int(headers["retry-after"]) >= 1) == ("close", True)
+        assert await late.read() == b""
+        assert running.gateway.queue.waiting == 1
+        assert not running.task.done()
+        # Whoever waits is served as ever, and only then is it over.
+        await worker.start()
+        status, headers, body = await read_response(reader)
+        assert (status, headers["connection"]) == (200, "close")
+        assert json.loads(body)["choices"][0]["message"]["content"] == "from pod-0"
+        await ends(running)
+        assert running.gateway.drain.cut == 0
+        assert await reader.read() == b""
+        writer.close()
+        late_writer.close()

@@ -240,11 +240,12 @@ async def test_garbage_behind_a_request_does_not_hurt_its_answer(workers: Any) -
         reader, writer = await running.raw_chat(stream=True)
         await reader.readuntil(event("a"))
         writer.write(b"\x00garbage\r\n\r\n" + SMUGGLED)
-        await asyncio.sleep(0.05)
+        await running.read_all()
         worker.calls[0].go.set()
         assert (await reader.read()).endswith(DONE + b"\r\n0\r\n\r\n")
         writer.close()
-    assert len(worker.calls) == 1
+        assert (await running.chat(tag="the next")).status_code == 200
+    assert [call.json.get("tag") for call in worker.calls] == [None, "the next"]
 
 
 async def test_more_requests_than_wait_on_one_connection(workers: Any) -> None:

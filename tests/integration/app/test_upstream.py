@@ -14,9 +14,9 @@ import uvloop
 
 from app.fleet.address import Address, parse_address
 from app.openai.errors import Header
-from app.relay.upstream import Break, UpstreamError, UpstreamPool
+from app.relay.upstream import Break, UpstreamConnection, UpstreamError, UpstreamPool
 from tests.integration.app.conftest import until
-from tests.integration.app.fake_worker import Call, FakeWorker
+from tests.integration.app.fake_worker import Behaviour, Call, FakeWorker
 
 REQUEST = b"POST / HTTP/1.1\r\nhost: w\r\ncontent-length: 2\r\n\r\n{}"
 
@@ -134,13 +134,27 @@ def test_however_late_a_connection_is_reset_somebody_is_told(loop_factory: LoopF
 
 async def answer(*pieces: bytes) -> Sink:
     """What a sink hears of an answer that comes in these pieces, each in reads of its own."""
+    received = UpstreamConnection.data_received
+    got = 0
+
+    def data_received(self: UpstreamConnection, data: bytes) -> None:
+        nonlocal got
+        got += len(data)
+        received(self, data)
 
     async def behave(call: Call) -> None:
-        for piece in pieces:
+        for number, piece in enumerate(pieces, 1):
             await call.send(piece)
-            await asyncio.sleep(0.005)
+            sent = sum(map(len, pieces[:number]))
+            await until(lambda sent=sent: got == sent or call.closed.is_set())  # type: ignore[misc]
         await call.closed.wait()
 
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(UpstreamConnection, "data_received", data_received)
+        return await _answer(behave)
+
+
+async def _answer(behave: Behaviour) -> Sink:
     async with FakeWorker() as worker:
         worker.will(behave)
         pool = UpstreamPool(parse_address(worker.address), connect_timeout=2, on_break=lambda: None)
