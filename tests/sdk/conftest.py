@@ -13,13 +13,20 @@ MODEL = "sim"
 
 
 @pytest.fixture(scope="session")
-def base_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
     folder = tmp_path_factory.mktemp("sdk")
-    machine = Machine(folder / "run", folder, ("--pods", "2"), {"HOTSPARE_SIM_TOKEN_SECONDS": "0.0005"})
+    quick = {"HOTSPARE_SIM_TOKEN_SECONDS": "0.0005", "HOTSPARE_SIM_TTFT_SECONDS": "0.0005"}
+    started = Machine(folder / "run", folder, ("--pods", "2"), quick)
     try:
-        yield machine.until_ready()
+        started.until_ready()
+        yield started
     finally:
-        machine.end()
+        started.end()
+
+
+@pytest.fixture(scope="session")
+def base_url(machine: Machine) -> str:
+    return machine.until_ready()
 
 
 @pytest.fixture

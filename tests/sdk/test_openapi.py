@@ -23,7 +23,7 @@ from tests.sdk.conftest import MODEL
 pytestmark = [pytest.mark.sdk, pytest.mark.process, pytest.mark.timeout(120)]
 
 CHECKS: Any = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
-EXAMPLES = 8
+EXAMPLES = 6
 """Of each operation and mode: about ten seconds for both."""
 
 

@@ -47,6 +47,11 @@ def shell(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     return chosen
 
 
+one_shell = pytest.mark.parametrize("shell", ["direct"], indirect=True)
+"""For what happens behind the relay (choosing workers, waiting for them, sending spans), while the way of a request
+through either shell is tested elsewhere."""
+
+
 @dataclass
 class Running:
     """A gateway that serves on a real socket, in this process."""

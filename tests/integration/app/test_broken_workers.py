@@ -11,7 +11,7 @@ import pytest
 
 from app.fleet.liveness import SUSPICION_SECONDS, WorkerState
 from app.relay.upstream import UpstreamConnection, UpstreamPool
-from tests.integration.app.conftest import run_gateway, until
+from tests.integration.app.conftest import one_shell, run_gateway, until
 from tests.integration.app.fake_worker import (
     DONE,
     MODEL,
@@ -102,6 +102,7 @@ async def test_what_broke_is_tried_again_when_it_has_outlived_the_break(workers:
         }
 
 
+@one_shell
 @pytest.mark.parametrize("behaviour", [cuts(reset=True), streams(end=b"")], ids=["reset", "ended early"])
 async def test_what_broke_is_not_tried_again_without_a_sign_of_life(workers: Any, behaviour: Any) -> None:
     (worker,) = await workers("pod-0")
@@ -234,6 +235,7 @@ async def test_a_cut_in_the_middle_ends_with_an_error_event(workers: Any, reset:
     assert len(two.calls) == 0
 
 
+@one_shell
 async def test_a_unit_is_delivered_whole_or_not_at_all(workers: Any) -> None:
     """Cut at any byte of the second unit, which has two events: the client sees the first one and the error."""
     (worker,) = await workers("pod-0")
@@ -245,6 +247,7 @@ async def test_a_unit_is_delivered_whole_or_not_at_all(workers: Any) -> None:
             content = (await running.chat(stream=True)).content
             assert content.startswith(event("a") + b'data: {"error"'), cut
             assert content.endswith(DONE)
+            worker.say()  # a sign of life, without which nothing would be sent there again
             await running.until(lambda: running.state(worker) is WorkerState.UP)
 
 
@@ -292,6 +295,7 @@ async def test_a_full_worker_is_asked_again_until_it_has_room(workers: Any) -> N
         assert len(worker.calls) == 5
 
 
+@one_shell
 async def test_a_worker_that_stays_full(workers: Any) -> None:
     (worker,) = await workers("pod-0")
     worker.default = reselects()
@@ -304,6 +308,7 @@ async def test_a_worker_that_stays_full(workers: Any) -> None:
         assert len(worker.calls) < 20
 
 
+@one_shell
 @pytest.mark.parametrize(("other", "status"), [("down", 429), ("broken", 429), ("unreachable", 503)])
 async def test_full_is_said_only_if_all_that_live_are_full(workers: Any, other: str, status: int) -> None:
     full, worker = await workers("pod-0", "pod-1")
@@ -320,6 +325,7 @@ async def test_full_is_said_only_if_all_that_live_are_full(workers: Any, other: 
         assert (await running.chat()).status_code == status
 
 
+@one_shell
 async def test_waiting_for_room_oldest_first(workers: Any) -> None:
     """A worker with room for one at a time, which somebody else has: served in the order in which they came."""
     (worker,) = await workers("pod-0", capacity=1)
@@ -372,6 +378,7 @@ async def test_no_worker_in_time(workers: Any) -> None:
         assert (await running.client.get("/v1/models")).json()["data"] == []
 
 
+@one_shell
 @pytest.mark.parametrize("case", ["down", "full", "full and slow", "does not listen"])
 async def test_the_status_of_a_wait_in_vain_is_not_left_to_chance(workers: Any, case: str) -> None:
     """By default the first keep-alive is due when the wait ends; the status comes first."""
@@ -404,6 +411,7 @@ async def test_a_longer_wait_has_keep_alives(workers: Any) -> None:
         assert answer.content.endswith(DONE)
 
 
+@one_shell
 async def test_time_at_a_worker_is_no_search(workers: Any) -> None:
     """The engine dies with a request in its queue for longer than a search may take: the search only begins then."""
     one, two = await workers("pod-0", "pod-1")
@@ -452,6 +460,7 @@ async def test_a_silent_worker_is_left_for_another(workers: Any) -> None:
         await asyncio.wait_for(one.calls[0].closed.wait(), 2)
 
 
+@one_shell
 async def test_steps_are_a_sign_of_life(workers: Any) -> None:
     one, two = await workers("pod-0", "pod-1")
     one.will(hangs)
@@ -468,6 +477,7 @@ async def test_steps_are_a_sign_of_life(workers: Any) -> None:
         assert (await asked).json()["choices"][0]["message"]["content"] == "from pod-0"
 
 
+@one_shell
 @pytest.mark.parametrize("delivered", [False, True], ids=["before the first event", "within the stream"])
 async def test_a_workers_comments_are_silence(workers: Any, delivered: bool) -> None:
     one, two = await workers("pod-0", "pod-1")
@@ -503,6 +513,7 @@ async def test_limits_of_silence_can_be_off(workers: Any) -> None:
         assert (await asked).json()["choices"][0]["message"]["content"] == "from pod-0"
 
 
+@one_shell
 async def test_a_silent_worker_alone_is_given_more_time(workers: Any) -> None:
     (worker,) = await workers("pod-0")
     worker.will(streams_then_waits(event("a")))
@@ -575,6 +586,7 @@ TRIES = 10
 was doing during the others is not our concern."""
 
 
+@one_shell
 async def test_suspect_at_once_when_a_stream_breaks(workers: Any) -> None:
     """Before the watch knows: a broken stream is enough, within 10 ms."""
     (worker,) = await workers("pod-0")
@@ -625,6 +637,7 @@ async def test_streams_of_a_worker_that_is_down_are_not_left_hanging(workers: An
         assert b"worker_lost" in b"".join([piece async for piece in pieces])
 
 
+@one_shell
 async def test_a_silent_watch_is_suspect(workers: Any) -> None:
     (worker,) = await workers("pod-0")
     worker.heartbeat = False
@@ -644,6 +657,7 @@ async def test_a_watch_that_stays_silent_is_dialled_again(workers: Any) -> None:
         await running.until(lambda: running.entry(worker).history[-1].state is not WorkerState.DOWN)
 
 
+@one_shell
 @pytest.mark.parametrize(
     "behaviour",
     [

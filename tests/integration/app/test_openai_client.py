@@ -20,7 +20,7 @@ from openai import (
     RateLimitError,
 )
 
-from tests.integration.app.conftest import Running, run_gateway
+from tests.integration.app.conftest import Running, one_shell, run_gateway
 from tests.integration.app.fake_worker import MODEL, answers, cuts, event, streams
 
 MESSAGES: Any = [{"role": "user", "content": "hi"}]
@@ -97,6 +97,7 @@ async def test_no_worker_is_a_server_error(workers: Any) -> None:
         assert (nobody.value.status_code, nobody.value.code) == (503, "no_worker")
 
 
+@one_shell
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_comes_back_when_it_was_told_to(workers: Any, stream: bool) -> None:
     """The package waits as long as ``retry-after-ms`` says, or ``retry-after``, and then succeeds unseen."""

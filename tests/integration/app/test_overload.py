@@ -12,9 +12,11 @@ from typing import Any
 
 import msgspec
 
-from tests.integration.app.conftest import Running, read_response, run_gateway, until
+from tests.integration.app.conftest import Running, one_shell, read_response, run_gateway, until
 from tests.integration.app.fake_worker import MODEL, Call, FakeWorker, answers, hangs, reselects
 from workers.serving import ROOM_SECONDS
+
+pytestmark = one_shell
 
 
 class Gate:

@@ -14,7 +14,7 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
-from tests.integration.app.conftest import free_port, run_gateway
+from tests.integration.app.conftest import free_port, one_shell, run_gateway
 from tests.integration.app.fake_worker import MODEL, STREAM_HEAD, chunk, cuts, event, hangs, streams
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
@@ -183,6 +183,7 @@ async def test_errors_have_a_type(workers: Any) -> None:
     assert attributes(by_type["client_disconnected"])["http.response.status_code"] == 499
 
 
+@one_shell
 async def test_a_dead_collector_costs_the_spans_only(workers: Any, caplog: pytest.LogCaptureFixture) -> None:
     (worker,) = await workers("pod-0")
     worker.will(*[streams(event("a")) for _ in range(20)])
@@ -200,6 +201,7 @@ async def test_a_dead_collector_costs_the_spans_only(workers: Any, caplog: pytes
     assert "spans do not reach" in caplog.text
 
 
+@one_shell
 async def test_a_collector_that_hangs_is_not_waited_for(
     workers: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from app.security import watched_files
-from tests.integration.app.conftest import run_gateway
+from tests.integration.app.conftest import one_shell, run_gateway
 from tests.integration.app.fake_worker import Call, FakeWorker, answers
 from workers.contract import CODE_WORKER_TOKEN, HEADER_WORKER_TOKEN
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, one_shell]
 
 TOKEN = "wt-0123456789abcdef"
 REFUSES = answers(
