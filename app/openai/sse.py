@@ -22,6 +22,7 @@ MAX_EVENT_BYTES = 8 * 1024 * 1024
 """The closing event of a response repeats its whole text, so this is generous."""
 
 _END = re.compile(rb"(?:\r\n|\n)(?:\r\n|\n|\r(?=[^\n]))|\r\r")
+_COMMENTS = re.compile(rb"(?::[^\r\n]*+|[\r\n])*+")
 _LONGEST_END = 4
 _BEGINNINGS = b"deir:\r\n\xef"
 """First bytes of what an event can begin with: its fields, a comment, a line end, a byte order mark."""
@@ -99,9 +100,13 @@ def split_events(events: bytes) -> list[bytes]:
     return found
 
 
-def is_comment(event: bytes) -> bool:
-    """Whether an event says nothing to a client: comments and line ends only."""
-    return all(not line or line.startswith(b":") for line in event.splitlines())
+def without_leading_comments(events: bytes) -> bytes:
+    """Whole events, joined, from the first one on that says something to a client: of more than comments and line ends.
+    Whoever sends comments at full speed decides how often this runs, so it takes no step per comment."""
+    if events[:1] not in (b":", b"\n", b"\r"):
+        return events
+    said = _COMMENTS.match(events).end()  # type: ignore[union-attr]  # it matches at least nothing
+    return b"" if said == len(events) else events[_last_end(events[: said + 1], 0) :]
 
 
 def fields(event: bytes) -> tuple[bytes, bytes]:

@@ -6,9 +6,10 @@ A worker that is asked to by ``x-hotspare-stream: 1``, and answers with the same
     : t e=2 n=1 c=9f02ab13 g=0:318
     data: {...}
 
-``e`` and ``c`` are the running count and crc32 of all event bytes including this unit, ``n`` the events of this unit;
-what follows (``g``, and ``l``, ``t``, ``p``, ``x``) is for whoever resumes the request. A unit leaves here whole or not
-at all, without its note, and the note is kept in few bytes: nearly every stream ends without having needed one.
+``e`` and ``c`` are the running count and crc32 of all event bytes including this unit, ``n`` the events of this unit,
+at most 9999; what follows (``g``, and ``l``, ``t``, ``p``, ``x``) is for whoever resumes the request. A unit leaves
+here whole or not at all, without its note, and the note is kept in few bytes: nearly every stream ends without having
+needed one.
 
 Outside of units there are comments only, which are neither counted nor held back for longer than it takes to be whole.
 """
@@ -21,7 +22,7 @@ from app.openai.sse import MAX_EVENT_BYTES, EventTooLarge
 
 NOTE = b": t "
 _NEXT = b"\n" + NOTE
-_FORM = re.compile(rb"e=([0-9]{1,18}) n=([0-9]{1,6}) c=([0-9a-f]{1,8})(?: ([^\r\n]*))?")
+_FORM = re.compile(rb"e=([0-9]{1,18}) n=([0-9]{1,4}) c=([0-9a-f]{1,8})(?: ([^\r\n]*))?")
 
 MAX_LOG_BYTES = 8 * 1024 * 1024
 """What is kept of the notes of one stream; one that needs more is not resumed."""
@@ -59,19 +60,26 @@ class NoteLog:
 
 
 class UnitSplitter:
-    """Bytes in, whole units out, their notes into ``log``; the rest is held back."""
+    """Bytes in, whole units out, their notes into ``log``; the rest is held back.
 
-    __slots__ = ("_limit", "_rest", "log")
+    Usually a read is a unit. What comes in many reads is looked through once, not again with each of them: of the unit
+    that is held, it is known how many events its note says, and how far they were counted.
+    """
+
+    __slots__ = ("_counted_to", "_held", "_limit", "_missing", "log")
 
     def __init__(self, limit_bytes: int = MAX_EVENT_BYTES) -> None:
         self._limit = limit_bytes
-        self._rest = b""
+        self._held = bytearray()
+        self._missing = 0
+        """How many events of what is held have not been counted yet; 0 if no note's line is complete there."""
+        self._counted_to = 0
         self.log = NoteLog()
 
     @property
     def incomplete(self) -> bool:
         """Whether something has begun that did not end."""
-        return bool(self._rest.strip(b"\r\n"))
+        return bool(self._held.strip(b"\r\n"))
 
     def feed(self, data: bytes) -> bytes:
         """The whole units that ``data`` completes, joined, without their notes; empty if none.
@@ -80,19 +88,43 @@ class UnitSplitter:
             EventTooLarge: more than the limit came without an end.
             BadNote: a note is not one.
         """
-        if self._rest:
-            data = self._rest + data
+        if self._held:
+            if not self._completes(data):
+                self._check_size()
+                return b""
+            data = bytes(self._held)
+            self._held.clear()
+            self._missing = 0
         last = data.rfind(_NEXT) + 1
         end = self._end(data, last)
-        self._rest = data[end:]
-        if len(self._rest) > self._limit:
-            raise EventTooLarge(f"a unit of events is longer than {self._limit} bytes")
+        if end < len(data):
+            self._held += data[end:]
+            self._check_size()
         if not end:
             return b""
         whole = data if end == len(data) else data[:end]
         if (last and _NEXT in whole) or not whole.startswith(NOTE):
             return self._strip_all(whole)
         return self._strip_one(whole)
+
+    def _check_size(self) -> None:
+        if len(self._held) > self._limit:
+            raise EventTooLarge(f"a unit of events is longer than {self._limit} bytes")
+
+    def _completes(self, data: bytes) -> bool:
+        """Add to what is held; whether something may be whole then. Ends and notes may lie across the cut."""
+        held = self._held
+        before = len(held)
+        held += data
+        if held.find(_NEXT, max(0, before - len(_NEXT) + 1)) >= 0:
+            return True
+        if not self._missing:
+            return b"\n" in data if held.startswith(NOTE) else held.find(b"\n\n", max(0, before - 1)) >= 0
+        while self._missing and (end := held.find(b"\n\n", self._counted_to)) >= 0:
+            self._counted_to = end + 2
+            self._missing -= 1
+        self._counted_to = max(self._counted_to, len(held) - 1)
+        return not self._missing
 
     def _end(self, data: bytes, last: int) -> int:
         """Where the last whole unit ends; ``last`` is where the last note begins, if there are several."""
@@ -101,8 +133,10 @@ class UnitSplitter:
         line_end = data.find(b"\n", last)
         if line_end < 0:
             return last
-        missing = _events_of(data, last, line_end) - data.count(b"\n\n", line_end + 1)
-        if missing > 0:
+        events = _events_of(data, last, line_end)
+        if data.count(b"\n\n", line_end + 1) < events:
+            self._missing = events
+            self._counted_to = line_end + 1 - last
             return last
         return max(line_end + 1, data.rfind(b"\n\n", line_end + 1) + 2)
 

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from app.fleet.registry import Replica
 from app.openai.errors import Header
-from app.openai.sse import EventSplitter, EventTooLarge, NotEvents, is_comment, split_events
+from app.openai.sse import EventSplitter, EventTooLarge, NotEvents, without_leading_comments
 from app.openai.surface import RelayRoute
 from app.openai.units import BadNote, UnitSplitter
 from app.relay.headers import find
@@ -23,6 +23,9 @@ from workers.contract import HEADER_RESELECT, HEADER_STREAM
 _RESELECT = HEADER_RESELECT.encode()
 _STREAM = HEADER_STREAM.encode()
 _EVENT_STREAM = b"text/event-stream"
+
+MAX_COMMENT_BYTES = 1024 * 1024
+"""Of comments before the first event: a sign of life every second for hours, and no more."""
 
 
 class Verdict(Enum):
@@ -65,6 +68,7 @@ class Attempt:
 
     __slots__ = (
         "_answer",
+        "_comment_bytes",
         "_connection",
         "_ended",
         "_headers",
@@ -106,6 +110,7 @@ class Attempt:
         self._splitter: EventSplitter | UnitSplitter | None = None
         self._held: list[bytes] = []
         self._held_bytes = 0
+        self._comment_bytes = 0
         self._parting = False
         self._ended = False
 
@@ -182,7 +187,12 @@ class Attempt:
             return
         if events and not self._answer.delivered:
             # A comment says nothing yet: it must not cost the request its second chance.
-            events = _without_leading_comments(events)
+            said = without_leading_comments(events)
+            self._comment_bytes += len(events) - len(said)
+            if self._comment_bytes > MAX_COMMENT_BYTES:
+                self.give_up("it sends comments and no event")
+                return
+            events = said
         if events:
             self._answer.events(self._status, self._headers, events)
             if not self._ended and self._route.ends_in(events):
@@ -228,9 +238,3 @@ class Attempt:
         if on_verdict is not None:
             self.reason = reason
             on_verdict(verdict)
-
-
-def _without_leading_comments(events: bytes) -> bytes:
-    found = split_events(events)
-    first = next((i for i, event in enumerate(found) if not is_comment(event)), len(found))
-    return b"".join(found[first:])

@@ -37,6 +37,9 @@ DOWN_GRACE_SECONDS = 0.1
 MAX_HEAD_BYTES = 64 * 1024
 """Of an answer's head, its interim responses included."""
 
+MAX_FRAMING_BYTES = 64 * 1024
+"""What may come after a head without a byte of the body: what frames it, and the trailers, which are dropped."""
+
 
 class Break(StrEnum):
     """How an exchange with a worker failed."""
@@ -78,6 +81,7 @@ class UpstreamConnection(asyncio.Protocol):
     __slots__ = (
         "_chunks",
         "_done",
+        "_framing_bytes",
         "_fresh_head",
         "_head_bytes",
         "_head_complete",
@@ -148,7 +152,7 @@ class UpstreamConnection(asyncio.Protocol):
             self._parser = httptools.HttpResponseParser(self)
         self._headers: list[Header] = []
         self._chunks: list[bytes] = []
-        self._head_bytes = 0
+        self._head_bytes = self._framing_bytes = 0
         self._done = self._fresh_head = self._head_complete = self._interim = self._spoke = False
         self._sent_at = time.monotonic()
         self._transport.write(data)
@@ -208,7 +212,11 @@ class UpstreamConnection(asyncio.Protocol):
                 return
         chunks, done = self._chunks, self._done
         if not chunks and not done:
+            if self._head_complete and self._is_too_much_framing(len(data)):
+                self._break(Break.JUNK)
             return
+        if self._framing_bytes:
+            self._framing_bytes = 0
         body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
         self._chunks = []
         if done:
@@ -231,6 +239,11 @@ class UpstreamConnection(asyncio.Protocol):
         if self._head_bytes + size <= MAX_HEAD_BYTES:
             return False
         return sum(len(name) + len(value) for name, value in self._headers) > MAX_HEAD_BYTES  # much more was read
+
+    def _is_too_much_framing(self, size: int) -> bool:
+        """The parser joins a trailer's pieces one by one, so that an endless one would cost more with each read."""
+        self._framing_bytes += size
+        return self._framing_bytes > MAX_FRAMING_BYTES
 
     def eof_received(self) -> None:
         self._break(Break.EOF)

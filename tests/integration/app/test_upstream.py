@@ -218,3 +218,27 @@ async def test_trailers_are_no_headers() -> None:
     sink = await answer(head + b"2\r\n{}\r\n0\r\nx-trailer: 1\r\n\r\n")
     assert sink.body == b"{}"
     assert [name for name, _ in sink.headers] == [b"transfer-encoding", b"x-kept"]
+
+
+CHUNKS = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+FILLERS = [b"y" * 8000] * 12
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [CHUNKS + b"2\r\n{}\r\n", b"0\r\nx: ", *FILLERS, b"\r\n\r\n"],
+        [CHUNKS + b"2\r\n{}\r\n", b"0\r\n", *FILLER, b"\r\n"],
+        [CHUNKS + b"2\r\n{}\r\n", b"2;", *FILLERS, b"\r\n{}\r\n0\r\n\r\n"],
+    ],
+    ids=["one long trailer", "trailers", "a chunk's extension"],
+)
+async def test_what_is_no_body_is_bounded_after_the_head_too(pieces: list[bytes]) -> None:
+    sink = await answer(*pieces)
+    assert (sink.ended.result(), sink.status, sink.body) == (Break.JUNK, 200, b"{}")
+
+
+async def test_framing_between_pieces_of_a_body_may_be_as_much_as_it_likes() -> None:
+    pieces = [piece for _ in range(12) for piece in (b"2;" + b"y" * 8000, b"\r\n{}\r\n")]
+    sink = await answer(CHUNKS, *pieces, b"0\r\n\r\n")
+    assert (sink.ended.result(), sink.body) == (None, b"{}" * 12)

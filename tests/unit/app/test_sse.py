@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+import time
 from itertools import pairwise
 
 import pytest
@@ -16,8 +17,8 @@ from app.openai.sse import (
     NotEvents,
     error_event,
     fields,
-    is_comment,
     split_events,
+    without_leading_comments,
 )
 
 STREAMS = {
@@ -169,14 +170,28 @@ def test_any_bytes(data: bytes) -> None:
     [
         (KEEPALIVE, True),
         (b": a\n: b\n\n", True),
+        (b": a\r\n\r\n", True),
+        (b": a\r: b\r\r", True),
         (b"\n\n", True),
         (DONE, False),
         (b": a\ndata: x\n\n", False),
         (b"event: ping\n\n", False),
     ],
 )
-def test_comments(event: bytes, expected: bool) -> None:
-    assert is_comment(event) is expected
+def test_leading_comments(event: bytes, expected: bool) -> None:
+    kept = b"" if expected else event
+    assert without_leading_comments(event) == kept
+    assert without_leading_comments(KEEPALIVE + event) == kept
+    assert without_leading_comments(event + DONE + KEEPALIVE) == kept + DONE + KEEPALIVE
+    assert without_leading_comments(b": ping\r\n\r\n: ping\r\n\r\n" + event) == kept
+
+
+def test_many_leading_comments_are_no_work() -> None:
+    """A worker sends them as fast as it can."""
+    started = time.process_time()
+    for flood in (b": hi\n\n" * 170_000, b"\n" * 1_000_000, b":\r\r" * 300_000):
+        assert without_leading_comments(flood + DONE) == DONE
+    assert time.process_time() - started < 2
 
 
 @pytest.mark.parametrize(

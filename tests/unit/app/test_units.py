@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import time
 import zlib
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.openai.sse import EventTooLarge
+from app.openai.sse import MAX_EVENT_BYTES, EventTooLarge
 from app.openai.units import MAX_LOG_BYTES, BadNote, NoteLog, UnitSplitter
 
 
@@ -125,7 +126,54 @@ def test_an_unending_unit_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "note", [b"", b"e=1", b"e=1 n=1", b"e=x n=1 c=0", b"e=1 n=-1 c=0", b"e=1 n=1 c=zz", b"e=1  n=1 c=0"]
+    "begun",
+    [
+        b": t e=1 n=9999 c=0\n",
+        b": t e=1 n=1 c=0\n",
+        b"",
+        b": ping\n",
+    ],
+    ids=["many events", "one event", "no note", "a comment"],
+)
+@pytest.mark.parametrize("piece", [b"data: {}\n" * 16 + b"x", b"x" * 160], ids=["lines", "one line"])
+def test_what_comes_in_many_pieces_is_looked_through_once(begun: bytes, piece: bytes) -> None:
+    """Looking through all of it at each read would take minutes."""
+    splitter = UnitSplitter()
+    splitter.feed(begun)
+    started = time.process_time()
+    while len(splitter._held) + len(piece) <= MAX_EVENT_BYTES:
+        assert splitter.feed(piece) == b""
+    with pytest.raises(EventTooLarge):
+        splitter.feed(piece)
+    assert time.process_time() - started < 5
+
+
+def test_small_events_of_a_large_unit_are_counted_once() -> None:
+    splitter = UnitSplitter()
+    splitter.feed(b": t e=9999 n=9999 c=0\n")
+    started = time.process_time()
+    for _ in range(9998):
+        assert splitter.feed(b"data: {}\n\n") == b""
+    assert splitter.feed(b"data: {}\n") == b""
+    assert splitter.feed(b"\n") == b"data: {}\n\n" * 9999
+    assert time.process_time() - started < 2
+
+
+@given(
+    lines=st.lists(st.sampled_from([b"data: x\n\n", b": ping\n\n", b": t e=1 n=2 c=0\n", b": t e=1 n=0 c=0\n"])),
+    cuts=st.lists(st.integers(0, 200), max_size=8),
+)
+def test_what_has_left_does_not_depend_on_the_cuts_whatever_it_was(lines: list[bytes], cuts: list[int]) -> None:
+    sent = b"".join(lines) + b": t e=9 n=0 c=1\n"
+    whole = UnitSplitter()
+    pieces = UnitSplitter()
+    assert whole.feed(sent) == b"".join(feed(pieces, sent, *sorted(min(cut, len(sent)) for cut in cuts)))
+    assert whole.log.rest == pieces.log.rest
+
+
+@pytest.mark.parametrize(
+    "note",
+    [b"", b"e=1", b"e=1 n=1", b"e=x n=1 c=0", b"e=1 n=-1 c=0", b"e=1 n=1 c=zz", b"e=1  n=1 c=0", b"e=1 n=10000 c=0"],
 )
 def test_a_note_that_is_none(note: bytes) -> None:
     with pytest.raises(BadNote):
