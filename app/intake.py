@@ -246,7 +246,7 @@ class Arrival:
 
     def _answer(self, error: GatewayError) -> None:
         self._report.status, self._report.error = error.status, error
-        send_error(self._downstream, error, self._request_id)
+        self._report.bytes = send_error(self._downstream, error, self._request_id)
         self._settle()
 
     def _failed(self, error: BaseException | None = None) -> None:

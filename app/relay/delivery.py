@@ -103,7 +103,7 @@ class Delivery:
         self._report.error = error
         if not self._head_sent:
             self._report.status = error.status
-            send_error(self._downstream, error, self._request.request_id)
+            self._report.bytes = send_error(self._downstream, error, self._request.request_id)
         elif self._event_stream:
             self._downstream.send_bytes(error_event(error, named=self._request.route.named_errors))
             self._downstream.end()

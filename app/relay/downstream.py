@@ -53,8 +53,8 @@ class Downstream(Protocol):
         ...
 
 
-def send_error(downstream: Downstream, error: GatewayError, request_id: bytes) -> None:
-    """A whole error response."""
+def send_error(downstream: Downstream, error: GatewayError, request_id: bytes) -> int:
+    """A whole error response; returns the size of its body."""
     body = error.body
     downstream.send_head(
         error.status,
@@ -67,3 +67,4 @@ def send_error(downstream: Downstream, error: GatewayError, request_id: bytes) -
     )
     downstream.send_bytes(body)
     downstream.end()
+    return len(body)

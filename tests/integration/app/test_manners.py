@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from app.telemetry.access_log import AccessLog
 from tests.integration.app.conftest import Running, read_response, run_gateway
 from tests.integration.app.fake_worker import MODEL, event, hangs, streams_then_waits
 
@@ -322,3 +323,13 @@ async def test_curl(workers: Any, tmp_path: Path) -> None:
     whole = large.read_bytes()
     assert [call.body for call in worker.calls] == [BODY, whole, whole, whole, BODY, BODY]
     assert not any("content-encoding" in call.headers for call in worker.calls)
+
+
+async def test_the_access_line_has_the_bytes_of_an_error_too() -> None:
+    lines: list[bytes] = []
+    async with run_gateway(workers="127.0.0.1:1", wait_for_worker_seconds=0.05) as running:
+        running.gateway.intake.access_log = AccessLog(lines.append, "json")
+        answers = [await running.client.post("/tokenize", content=content) for content in (b"[]", b"{}")]
+        assert [answer.status_code for answer in answers] == [400, 503]
+        await running.until(lambda: len(lines) == 2)
+    assert [json.loads(line)["bytes"] for line in lines] == [len(answer.content) for answer in answers]
