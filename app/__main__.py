@@ -36,6 +36,9 @@ _SECRET = frozenset(("api_keys", "worker_token"))
 """Settings whose values are repeated nowhere."""
 
 
+_PATHS = ("api_keys_file", "worker_token_file", "tls_certificate", "tls_key", "workers_file", "run_dir")
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise StartError(f"{message}; see hotspare gateway --help")
@@ -62,6 +65,10 @@ def read_settings(arguments: Sequence[str]) -> GatewaySettings:
         StartError: an unknown flag or a bad value.
     """
     given = {name: value for name, value in vars(parser().parse_args(arguments)).items() if value is not None}
+    if empty := sorted(name for name in _PATHS if given.get(name) == ""):
+        # As a variable that is no setting; in a flag, something that was to be there is not.
+        flags = " and ".join(f"--{name.replace('_', '-')}" for name in empty)
+        raise StartError(f"{flags}: the path is empty; name a file, or leave the flag out")
     try:
         return GatewaySettings(**given)
     except ValidationError as error:

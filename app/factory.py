@@ -179,7 +179,7 @@ def create_app(settings: GatewaySettings, sink: LogSink | None = None, place: Pl
             wait_for_worker=settings.wait_for_worker_seconds,
             first_byte=settings.first_byte_timeout_seconds or math.inf,
             stall=settings.stall_timeout_seconds or math.inf,
-            keepalive=settings.keepalive_seconds,
+            keepalive=settings.sse_keepalive_seconds,
             attempts=settings.attempt_limit,
             max_held_bytes=settings.max_held_bytes,
         ),

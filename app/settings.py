@@ -7,6 +7,7 @@ name with dashes); flags win. A bad value refuses to start, with a sentence.
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Annotated, Final, Literal, Self
 
@@ -19,6 +20,8 @@ from app.security.credentials import parse_keys
 from workers.contract import parse_worker_tokens
 
 MIB = 1024 * 1024
+_ORIGIN: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/?#@*\s]+/?")
+"""Scheme and host, perhaps a port (RFC 6454, section 6.1)."""
 SOURCES: Final = ("workers", "workers_file", "workers_dns", "workers_kubernetes")
 """The settings that say where workers are: one of them."""
 
@@ -43,7 +46,24 @@ def _keys(value: object) -> object:
     """From the variable (a text) or from flags (a list of texts)."""
     if isinstance(value, list):
         value = ",".join(map(str, value))
-    return tuple(map(SecretStr, parse_keys(value))) if isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    keys = tuple(map(SecretStr, parse_keys(value)))
+    if not keys:  # whoever sets keys wants a closed door, and none of them would leave it open
+        raise ValueError("there is no key in it, and everybody would be let in; name one, or unset it")
+    return keys
+
+
+def _origins(value: tuple[str, ...]) -> tuple[str, ...]:
+    for origin in value:
+        if origin != "*" and not _ORIGIN.fullmatch(origin):
+            raise ValueError(f"{origin!r} is no origin, such as https://chat.example.com; no page would ever match it")
+    return value
+
+
+def _unset_if_empty(value: object) -> object:
+    """An empty variable is as good as none: Compose's ``${NAME:-}`` sets those."""
+    return None if value == "" else value
 
 
 def _listed(value: object) -> object:
@@ -57,11 +77,11 @@ def _listed(value: object) -> object:
 
 
 def _address(value: object) -> object:
-    return parse_address(value) if isinstance(value, str) else value
+    return parse_address(value) if isinstance(value, str) and value else value or None
 
 
 def _service_port(value: object) -> object:
-    return parse_service_port(value) if isinstance(value, str) else value
+    return parse_service_port(value) if isinstance(value, str) and value else value or None
 
 
 def _in_cluster() -> str:
@@ -79,6 +99,8 @@ Seconds = Annotated[float, Field(gt=0, le=86400, allow_inf_nan=False)]
 
 SecondsOrOff = Annotated[float, Field(ge=0, le=86400, allow_inf_nan=False)]
 
+OptionalPath = Annotated[Path | None, BeforeValidator(_unset_if_empty)]
+
 
 class GatewaySettings(BaseSettings):
     """What the gateway process can be told. Durations are seconds, sizes bytes."""
@@ -94,7 +116,7 @@ class GatewaySettings(BaseSettings):
     workers: Annotated[tuple[Address, ...], NoDecode, BeforeValidator(_addresses)] = (Address("127.0.0.1", 8100),)
     """The pods' serving ports, comma separated: ``host:port`` or ``http://host:port``. Instead of it, one of the other
     ``workers_`` settings may say where workers are."""
-    workers_file: Path | None = None
+    workers_file: OptionalPath = None
     """A file of workers, one ``host:port`` a line (``#`` begins a comment) or a JSON list of them. Changes are
     taken up while the gateway runs."""
     workers_dns: Annotated[Address | None, BeforeValidator(_address)] = None
@@ -113,21 +135,21 @@ class GatewaySettings(BaseSettings):
     api_keys: Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_keys)] = ()
     """Keys that clients must show one of, comma separated; the flag can be repeated. Without any, and without a file of
     keys, everybody is let in. Whoever may list processes can read a flag: prefer the file."""
-    api_keys_file: Path | None = None
+    api_keys_file: OptionalPath = None
     """Further keys, one a line; ``#`` begins a comment. Read again within seconds when it changes. A start
     without any key is refused; if the file is emptied later, its keys are withdrawn."""
 
-    tls_certificate: Path | None = None
+    tls_certificate: OptionalPath = None
     """Certificate in PEM form, with its chain: the gateway then speaks HTTPS only. Read again within seconds when it or
     the key changes; a pair that cannot be used changes nothing."""
-    tls_key: Path | None = None
+    tls_key: OptionalPath = None
     """The certificate's key, in PEM form and not encrypted."""
     tls_handshake_timeout_seconds: Seconds = 10.0
     """How long a client may take for its TLS handshake."""
 
     worker_token: Annotated[SecretStr, AfterValidator(_token)] | None = None
     """Shown to workers, which have the same setting and serve nobody else. Has no flag: those can be read by others."""
-    worker_token_file: Path | None = None
+    worker_token_file: OptionalPath = None
     """A file with the token, instead: its first line counts that is not empty and does not begin with ``#``. Read again
     within seconds when it changes."""
 
@@ -141,7 +163,7 @@ class GatewaySettings(BaseSettings):
     stall_timeout_seconds: SecondsOrOff = 60.0
     """Silence allowed within an answer; starts again whenever the worker's ``steps`` advance. A worker's comments are
     silence. 0: no limit."""
-    keepalive_seconds: Seconds = 15.0
+    sse_keepalive_seconds: Seconds = 15.0
     """A streaming client that was sent nothing for this long gets a comment (``: keep-alive``), so that proxies keep
     the connection. Clients of server-sent events pass over it."""
     client_write_timeout_seconds: Seconds = 60.0
@@ -194,7 +216,7 @@ class GatewaySettings(BaseSettings):
     ] = 5.0
     """How long admitted requests may go on after SIGTERM."""
 
-    cors_allow_origins: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_listed)] = ()
+    cors_allow_origins: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_listed), AfterValidator(_origins)] = ()
     """Web pages of these origins may call the gateway from a browser, comma separated, such as
     ``https://chat.example.com``; ``*``: all. None: no page may."""
     cors_allow_methods: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_listed)] = ("GET", "HEAD", "POST")
@@ -219,7 +241,7 @@ class GatewaySettings(BaseSettings):
     """A line for each relayed request, at level info."""
     parent_pid: Annotated[int, Field(ge=1)] | None = None
     """Die when this process, the parent, dies. Set by whoever starts us on one machine; unset in a container."""
-    run_dir: Path | None = None
+    run_dir: OptionalPath = None
     """Folder for ``gateway.json``, which says pid, host and port while the gateway runs; unset: no such file."""
 
     @model_validator(mode="after")

@@ -9,6 +9,13 @@ from typing import Annotated, Literal, Self
 from pydantic import AliasChoices, BeforeValidator, ByteSize, Field, StringConstraints, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+DEFAULT_RUN_DIR = Path(".hotspare")
+
+
+def _run_dir(value: object) -> object:
+    """An empty variable is as good as none."""
+    return DEFAULT_RUN_DIR if value == "" else value
+
 
 def _lower(value: object) -> object:
     return value.lower() if isinstance(value, str) else value
@@ -48,7 +55,9 @@ class GmsSettings(BaseSettings):
     """Lines for people, or one JSON object a line."""
     parent_pid: Annotated[int, Field(gt=0)] | None = Field(default=None, validation_alias="HOTSPARE_PARENT_PID")
     """The process that this one must not outlive."""
-    run_dir: Path = Field(default=Path(".hotspare"), validation_alias="HOTSPARE_RUN_DIR")
+    run_dir: Annotated[Path, BeforeValidator(_run_dir)] = Field(
+        default=DEFAULT_RUN_DIR, validation_alias="HOTSPARE_RUN_DIR"
+    )
     """Folder of this machine's pods; for a socket that is not given."""
     pod: Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?$")] = Field(
         default="pod-0", validation_alias="HOTSPARE_POD"

@@ -28,6 +28,8 @@ from workers.heartbeat import BEAT_PERIOD_SECONDS
 
 MIB = 1024 * 1024
 
+DEFAULT_RUN_DIR = Path(".hotspare")
+
 EngineName = Literal["vllm", "sim"]
 EngineId = Annotated[str, StringConstraints(pattern=r"^[a-z]$")]
 PodName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?$")]
@@ -46,6 +48,15 @@ MAX_UNIX_PATH_BYTES = 107
 
 def _split_ports(value: object) -> object:
     return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+
+def _unset_if_empty(value: object) -> object:
+    """An empty variable is as good as none: Compose's ``${NAME:-}`` sets those."""
+    return None if value == "" else value
+
+
+def _run_dir(value: object) -> object:
+    return DEFAULT_RUN_DIR if value == "" else value
 
 
 def _lower(value: object) -> object:
@@ -70,6 +81,7 @@ def _token(value: SecretStr) -> SecretStr:
     return SecretStr(token)
 
 
+OptionalPath = Annotated[Path | None, BeforeValidator(_unset_if_empty)]
 Ports = Annotated[tuple[Port, ...], NoDecode, BeforeValidator(_split_ports)]
 """Comma-separated in a flag or an environment variable."""
 Arguments = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_arguments)]
@@ -151,7 +163,7 @@ class WorkerSettings(BaseSettings):
     """The pod's name, and that of its folder in the run folder."""
     instance: str = Field(default_factory=lambda: secrets.token_hex(8), min_length=1, max_length=64)
     """The pod's life: in Kubernetes the pod's UID, elsewhere made by the supervisor."""
-    run_dir: Path = Path(".hotspare")
+    run_dir: Annotated[Path, BeforeValidator(_run_dir)] = DEFAULT_RUN_DIR
     """Folder of this machine's pods: sockets, locks, logs."""
     host: str = "127.0.0.1"
     """Address that the serving port and the admin ports listen on."""
@@ -164,7 +176,7 @@ class WorkerSettings(BaseSettings):
     worker_token: Annotated[SecretStr, AfterValidator(_token)] | None = None
     """Requests and watches on the serving port must show this token, or one of the file's; without either, whoever
     reaches the port is answered. Gateways have the same setting. It has no flag: those can be read by others."""
-    worker_token_file: Path | None = None
+    worker_token_file: OptionalPath = None
     """Tokens, one a line, all of them accepted; ``#`` begins a comment. Read again within seconds when it changes."""
     device: Annotated[str, AfterValidator(_on_cpu), StringConstraints(pattern=r"^(cpu|cuda):[0-9]{1,3}$")] = "cpu:0"
     """Whose memory it is: ``cpu:N``. Engines of this version run on the CPU."""
@@ -234,7 +246,7 @@ class EngineSettings(WorkerSettings):
     memory_connect_seconds: Annotated[float, Field(gt=0, le=600)] = 10.0
     """How long to wait for the memory service to answer: it may be starting, or starting again."""
 
-    model: Path | None = None
+    model: OptionalPath = None
     """Model folder (Hugging Face layout). Unset: the embedded SmolLM2-135M-Instruct."""
     served_model_name: str | None = None
     """The model's name in the API. Unset: the engine's choice."""

@@ -392,7 +392,7 @@ async def test_the_status_of_a_wait_in_vain_is_not_left_to_chance(workers: Any, 
         await reselects()(call)
 
     worker.default = refuses_slowly if case == "full and slow" else reselects()
-    async with run_gateway(worker, wait_for_worker_seconds=0.3, keepalive_seconds=0.3) as running:
+    async with run_gateway(worker, wait_for_worker_seconds=0.3, sse_keepalive_seconds=0.3) as running:
         if case == "down":
             await worker.die()
             await running.until(lambda: running.state(worker) is WorkerState.DOWN)
@@ -406,7 +406,7 @@ async def test_the_status_of_a_wait_in_vain_is_not_left_to_chance(workers: Any, 
 async def test_a_longer_wait_has_keep_alives(workers: Any) -> None:
     (worker,) = await workers("pod-0")
     await worker.die()
-    async with run_gateway(worker, wait_for_worker_seconds=1.5, keepalive_seconds=0.2) as running:
+    async with run_gateway(worker, wait_for_worker_seconds=1.5, sse_keepalive_seconds=0.2) as running:
         answer = await running.chat(stream=True)
         assert answer.status_code == 200
         assert answer.content.startswith(b": keep-alive\n\n" * 3)
@@ -530,7 +530,7 @@ async def test_a_silent_worker_alone_is_given_more_time(workers: Any) -> None:
 async def test_keep_alive_comments(workers: Any) -> None:
     (worker,) = await workers("pod-0")
     worker.will(hangs)
-    async with run_gateway(worker, keepalive_seconds=0.1) as running, running.stream() as answer:
+    async with run_gateway(worker, sse_keepalive_seconds=0.1) as running, running.stream() as answer:
         assert answer.status_code == 200
         assert answer.headers["content-type"].startswith("text/event-stream")
         pieces = answer.aiter_raw()
@@ -552,7 +552,7 @@ async def test_an_error_after_keep_alives_is_an_event(workers: Any) -> None:
         await answers(400, {"error": {"message": "too long", "type": "t", "param": None, "code": 400}})(call)
 
     worker.will(refuse_late)
-    async with run_gateway(worker, keepalive_seconds=0.05) as running, running.stream() as answer:
+    async with run_gateway(worker, sse_keepalive_seconds=0.05) as running, running.stream() as answer:
         pieces = answer.aiter_raw()
         await anext(pieces)
         worker.calls[0].go.set()
@@ -572,7 +572,10 @@ async def test_reselect_after_keep_alives_is_not_shown(workers: Any, breaks: boo
 
     one.will(refuse_late)
     two.will(streams(event("a"), event("b")))
-    async with run_gateway(one, two, keepalive_seconds=0.05, attempt_limit=1) as running, running.stream() as answer:
+    async with (
+        run_gateway(one, two, sse_keepalive_seconds=0.05, attempt_limit=1) as running,
+        running.stream() as answer,
+    ):
         pieces = answer.aiter_raw()
         assert await anext(pieces) == b": keep-alive\n\n"
         one.calls[0].go.set()

@@ -75,6 +75,14 @@ def test_the_alias_of_the_drain_timeout(monkeypatch: pytest.MonkeyPatch) -> None
         (["--workers-kubernetes", "ns/pods:http"], "^workers_kubernetes needs an API server: run in a pod, or set"),
         (["--kubernetes-api", "ftp://x"], "kubernetes_api=ftp://x"),
         (["--workers-dns", "pods"], "workers_dns=pods: .*port is missing"),
+        (["--api-key", ""], "^api_keys: there is no key in it"),
+        (["--api-key=,"], "^api_keys: there is no key in it"),
+        (["--api-keys-file", ""], "^--api-keys-file: the path is empty"),
+        (["--tls-certificate=", "--tls-key="], "^--tls-certificate and --tls-key: the path is empty"),
+        (["--cors-allow-origins", "chat.example.com"], "'chat.example.com' is no origin, such as https://"),
+        (["--cors-allow-origins", "https://a.example/chat"], "is no origin"),
+        (["--cors-allow-origins", "*,https://*.example"], "is no origin"),
+        (["--keepalive-seconds", "1"], "unrecognized"),
         (["--workers", "a:1", "--workers-file", "f"], "^workers and workers_file are set; .* unset all but one"),
     ],
 )
@@ -82,6 +90,28 @@ def test_a_bad_value_is_a_sentence(arguments: list[str], reason: str) -> None:
     with pytest.raises(StartError, match=reason) as caught:
         read_settings(arguments)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("given", ["", ",", " , "])
+def test_keys_that_hold_none_do_not_open_the_door(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOTSPARE_API_KEYS", given)
+    with pytest.raises(StartError, match=r"^api_keys: there is no key in it, .* unset it .*HOTSPARE_API_KEYS"):
+        read_settings([])
+
+
+def test_an_empty_variable_is_no_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("api_keys_file", "worker_token_file", "tls_certificate", "tls_key", "run_dir")
+    sources = ("workers_file", "workers_dns", "workers_kubernetes")
+    for name in (*names, *sources):
+        monkeypatch.setenv(f"HOTSPARE_{name.upper()}", "")
+    settings = read_settings([])
+    assert [getattr(settings, name) for name in (*names, *sources)] == [None] * 8
+
+
+def test_origins(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = ("https://a.example", "http://localhost:3000", "https://[::1]:8443/", "app-x://chat")
+    assert read_settings(["--cors-allow-origins", ",".join(given)]).cors_allow_origins == given
+    assert read_settings(["--cors-allow-origins", "*"]).cors_allow_origins == ("*",)
 
 
 def test_the_api_server_of_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,3 +112,8 @@ def test_a_flag_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("HOTSPARE_GMS_ADOPT_TIMEOUT_SECONDS", "7")
     assert GmsSettings().adopt_timeout_seconds == 7
     assert GmsSettings(adopt_timeout_seconds=3).adopt_timeout_seconds == 3
+
+
+def test_an_empty_run_folder_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOTSPARE_RUN_DIR", "")
+    assert GmsSettings().socket == os.path.abspath(".hotspare/pod-0/gms-cpu-0.sock")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -71,3 +72,11 @@ def test_what_is_no_device_is_refused(device: str) -> None:
     with pytest.raises(SettingsError, match=r"^HOTSPARE_DEVICE "):
         load_settings(EngineSettings, {"device": device})
     assert load_settings(EngineSettings, {"device": "cpu:1"}).device == "cpu:1"
+
+
+def test_an_empty_variable_is_no_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MODEL", "WORKER_TOKEN_FILE", "RUN_DIR"):
+        monkeypatch.setenv(f"HOTSPARE_{name}", "")
+    settings = load_settings(EngineSettings, {})
+    assert (settings.model, settings.worker_token_file) == (None, None)
+    assert settings.run_dir == Path(os.path.abspath(".hotspare"))
