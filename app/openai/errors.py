@@ -503,6 +503,40 @@ def from_status(status: int, message: str) -> GatewayError:
     )
 
 
+def task_not_served(model: str, path: str) -> GatewayError:
+    serving = f"The model {model[:200]!r} does not serve" if model else "The model here does not serve"
+    return GatewayError(
+        404,
+        "task_not_served",
+        f"{serving} {path}: it is for another task.",
+        type="invalid_request_error",
+        fault="client",
+        param="model",
+    )
+
+
+def from_worker(status: int, body: bytes, *, model: str, path: str) -> GatewayError:
+    """An envelope for a worker's error that came without one."""
+    if status == 404:  # engines have the routes of their model's task, and no others
+        return task_not_served(model, path)
+    return from_status(status, _said(body) or f"The worker answered {status} without a word.")
+
+
+class _Detail(msgspec.Struct):
+    detail: str
+
+
+_detail = msgspec.json.Decoder(_Detail)
+
+
+def _said(body: bytes) -> str:
+    """What a web framework said, if it did."""
+    try:
+        return _detail.decode(body).detail[:1000]
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        return body[:1000].decode("utf-8", "replace")
+
+
 def has_envelope(body: bytes) -> bool:
     """Whether a worker's error body is one that SDKs can read: a JSON object with an ``error``."""
     try:

@@ -10,6 +10,7 @@ import re
 from typing import Final
 
 from app.openai.errors import GatewayError, not_found, unsupported_stateful
+from app.openai.surface import RELAY_ROUTES
 
 _STATEFUL: Final = (
     (
@@ -30,23 +31,22 @@ _STATEFUL: Final = (
 _NOT_OFFERED: Final = frozenset(
     (
         "assistants",
-        "audio/speech",
-        "audio/voices",
         "batches",
         "chatkit",
         "containers",
         "evals",
         "files",
         "fine_tuning",
-        "images",
-        "moderations",
         "organization",
         "threads",
         "uploads",
         "vector_stores",
-        "videos",
     )
 )
+_NOT_SERVED: Final = frozenset(("audio/speech", "audio/voices", "images", "moderations", "videos"))
+"""Inference, of which no engine that we know of serves anything."""
+_VERSION: Final = "/v1"
+_VERSIONED: Final = frozenset((*RELAY_ROUTES, "/v1/models", "/v1/realtime"))
 _FAMILY: Final = re.compile(r"/v1/((?:audio/)?[a-z_]+)(?:/.*)?")
 
 
@@ -55,9 +55,22 @@ def refusal(path: str) -> GatewayError | None:
     for pattern, reason in _STATEFUL:
         if pattern.fullmatch(path):
             return unsupported_stateful(reason)
+    if (meant := _meant(path)) is not None:
+        return not_found(
+            path, because=f"There is no route {path[:200]!r} here; did you mean {meant}? A base URL ends in /v1, once."
+        )
     family = _FAMILY.fullmatch(path)
     if family is not None and family[1] in _NOT_OFFERED:
         return not_found(
             path, because=f"There is no {path[:200]!r} here: this gateway serves inference only, not {family[1]}."
         )
+    if family is not None and family[1] in _NOT_SERVED:
+        return not_found(path, because=f"There is no {path[:200]!r} here: no worker serves {family[1]}.")
     return None
+
+
+def _meant(path: str) -> str | None:
+    """The route that a client asked for whose base URL has no version, or two."""
+    meant = path.removeprefix(_VERSION) if path.startswith(_VERSION * 2) else _VERSION + path
+    meant = meant.rstrip("/")
+    return meant if meant in _VERSIONED and path not in _VERSIONED else None

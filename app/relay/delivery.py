@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 
-from app.openai.errors import GatewayError, Header, bad_answer, from_status, has_envelope
+from app.openai.errors import GatewayError, Header, bad_answer, from_worker, has_envelope
 from app.openai.sse import KEEPALIVE, error_event
 from app.relay.downstream import Downstream, send_error
 from app.relay.headers import PROCESSING_MS, downstream_headers, stream_headers
@@ -58,8 +58,8 @@ class Delivery:
         request_id = self._request.request_id
         self._begin_delivery()
         if status >= 400 and not has_envelope(body):
-            said = body[:1000].decode("utf-8", "replace")
-            body = from_status(status, said or f"The worker answered {status} without a word.").body
+            request = self._request
+            body = from_worker(status, body, model=request.model, path=request.route.path).body
             headers = [item for item in headers if item[0] != b"content-type"]
             headers.append((b"content-type", b"application/json"))
         if self._head_sent:

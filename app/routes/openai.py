@@ -9,7 +9,7 @@ from fastapi import APIRouter
 from app.clients.asgi import AsgiDownstream, Receive, Scope, Send
 from app.fleet.registry import WorkerRegistry
 from app.intake import Arrival, Intake
-from app.openai.errors import GatewayError, body_too_large, model_not_found
+from app.openai.errors import GatewayError, body_too_large, model_not_found, not_found
 from app.openai.surface import RelayRoute
 from app.relay.downstream import ClientGone
 
@@ -91,6 +91,8 @@ def models_router(registry: WorkerRegistry, *, created: int) -> APIRouter:
 
     @router.get("/v1/models/{model:path}")
     async def get_model(model: str) -> dict[str, object]:
+        if not model:
+            raise not_found("/v1/models/", because="There is no route '/v1/models/' here; did you mean /v1/models?")
         if model not in registry.reachable_models():
             raise model_not_found(model)
         return describe(model)

@@ -181,7 +181,7 @@ async def test_every_answer_has_a_request_id(workers: Any, path: str) -> None:
         (400, {"error": {"message": "m", "type": "t", "param": "p", "code": 400}}, 400, 400),
         (500, {"error": {"message": "m", "type": "t", "param": "p", "code": "boom"}}, 500, "boom"),
         (503, {"error": {"message": "m", "type": "t", "param": "p", "code": "busy"}}, 503, "busy"),
-        (404, {"detail": "Not Found"}, 404, "not_found"),
+        (404, {"detail": "Not Found"}, 404, "task_not_served"),
         (422, {"detail": [{"loc": ["body"]}]}, 400, "bad_request"),
     ],
 )
@@ -228,6 +228,9 @@ async def test_models(workers: Any) -> None:
         assert one_model.json()["id"] == "org/b"
         missing = await running.client.get("/v1/models/nobody")
         assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
+        nameless = await running.client.get("/v1/models/")
+        assert (nameless.status_code, nameless.json()["error"]["code"]) == (404, "not_found")
+        assert "did you mean /v1/models?" in nameless.text
         two.say(models=("d",), state=Role.DRAINING)
         await running.until(lambda: "d" in running.gateway.registry.reachable_models())
         listed = (await running.client.get("/v1/models")).json()

@@ -43,6 +43,7 @@ CASES: list[tuple[GatewayError, int, str, dict[bytes, bytes]]] = [
     (errors.expectation_failed("x"), 417, "expectation_failed", {b"connection": b"close"}),
     (errors.unknown_transfer_encoding("gzip"), 501, "unsupported_transfer_encoding", {b"connection": b"close"}),
     (errors.internal(), 500, "internal_error", {}),
+    (errors.task_not_served("m", "/v1/embeddings"), 404, "task_not_served", {}),
     (errors.from_status(422, "why"), 400, "bad_request", {}),
     (errors.from_status(418, "why"), 418, "bad_request", {}),
     (errors.from_status(502, "why"), 502, "internal_error", {}),
@@ -80,3 +81,18 @@ def test_each_error(error: GatewayError, status: int, code: str, headers: dict[b
 )
 def test_has_envelope(body: bytes, expected: bool) -> None:
     assert errors.has_envelope(body) is expected
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "model", "said"),
+    [
+        (404, b'{"detail":"Not Found"}', "m", "The model 'm' does not serve /v1/embeddings: it is for another task."),
+        (404, b"", "", "The model here does not serve /v1/embeddings: it is for another task."),
+        (400, b'{"detail":"no such thing"}', "m", "no such thing"),
+        (422, b'{"detail":[{"loc":["body"]}]}', "m", '{"detail":[{"loc":["body"]}]}'),
+        (500, b"<b>\xff", "m", "<b>\ufffd"),
+        (502, b"", "m", "The worker answered 502 without a word."),
+    ],
+)
+def test_what_a_worker_said_without_an_envelope(status: int, body: bytes, model: str, said: str) -> None:
+    assert errors.from_worker(status, body, model=model, path="/v1/embeddings").message == said

@@ -32,7 +32,12 @@ def test_state_is_refused(path: str) -> None:
         ("/v1/files", "not files."),
         ("/v1/files/file-1/content", "not files."),
         ("/v1/fine_tuning/jobs", "not fine_tuning."),
-        ("/v1/audio/speech", "not audio/speech."),
+        ("/v1/audio/speech", "no worker serves audio/speech."),
+        ("/v1/images/generations", "no worker serves images."),
+        ("/chat/completions", "did you mean /v1/chat/completions?"),
+        ("/models", "did you mean /v1/models?"),
+        ("/realtime", "did you mean /v1/realtime?"),
+        ("/v1/v1/embeddings", "did you mean /v1/embeddings?"),
         ("/v1/threads/t/runs", "not threads."),
     ],
 )
@@ -44,7 +49,7 @@ def test_what_is_not_offered_is_named(path: str, said: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["/", "/v1", "/v1/", "/v1/filesystem", "/files", "/v1/chat/completions/batch", "/sleep"]
+    "path", ["/", "/v1", "/v1/", "/v1/filesystem", "/files", "/v1/chat/completions/batch", "/sleep", "/v1/v1/x"]
 )
 def test_of_the_rest_there_is_nothing_to_say(path: str) -> None:
     assert refusal(path) is None
