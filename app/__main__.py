@@ -172,7 +172,7 @@ def serve(
     from app.server import GatewayServer
     from app.telemetry.logs import configure_logging
 
-    sink = configure_logging(settings.log_format, settings.log_level)
+    sink = configure_logging(settings.log_format, settings.log_level, with_pid=settings.processes > 1)
     app = create_app(settings, sink, place)
     server = GatewayServer(app, on_listening=on_listening, on_forced_exit=on_forced_exit)
     # What is here now stays: the collector, which runs while requests wait, need not look at it again and again.
@@ -188,7 +188,7 @@ def supervise(settings: GatewaySettings, listener: socket.socket, arguments: Seq
     from app.security.access import Access
     from app.telemetry.logs import configure_logging
 
-    configure_logging(settings.log_format, settings.log_level)
+    configure_logging(settings.log_format, settings.log_level, with_pid=settings.processes > 1)
     Access(settings)  # a file that cannot be used is said here, once, and not by each child
     with meeting_place() as folder:
         listener.listen(BACKLOG)

@@ -28,14 +28,21 @@ class AccessLog:
     """Writes lines to ``write``; ``clock`` gives Unix seconds."""
 
     def __init__(
-        self, write: Callable[[bytes], None], form: Literal["console", "json"], clock: Callable[[], float] = time.time
+        self,
+        write: Callable[[bytes], None],
+        form: Literal["console", "json"],
+        clock: Callable[[], float] = time.time,
+        *,
+        with_pid: bool = False,
     ) -> None:
+        """``with_pid``: lines for people have it, too."""
         self._write = write
         self._clock = clock
         self._json = form == "json"
         self._names: dict[str, str] = {}
         self._second = 0
         self._time = ""
+        self._end = f" pid={os.getpid()}\n" if with_pid else "\n"
         self._after_time = f'Z","level":"info","logger":"{LOGGER}","pid":{os.getpid()},"message":"'
 
     def log(
@@ -66,7 +73,7 @@ class AccessLog:
             )
         else:
             clock = f"{self._time}.{milliseconds:03d}"
-            line = f"{clock} info    {route.path} {status} {line} request_id={request_id.decode()}\n"
+            line = f"{clock} info    {route.path} {status} {line} request_id={request_id.decode()}{self._end}"
         self._write(line.encode())
 
     def _format_second(self, second: int) -> str:

@@ -20,13 +20,19 @@ def fields(**values: object) -> dict[str, dict[str, object]]:
 
 
 class ConsoleFormatter(logging.Formatter):
-    """``12:00:00.123 info  message  key=value``."""
+    """``12:00:00.123 info  message  key=value``, and which process said it if there are several."""
+
+    def __init__(self, *, with_pid: bool = False) -> None:
+        super().__init__()
+        self._with_pid = with_pid
 
     def format(self, record: logging.LogRecord) -> str:
         clock = datetime.fromtimestamp(record.created).strftime("%H:%M:%S")
         line = f"{clock}.{int(record.msecs):03d} {record.levelname.lower():<7} {record.getMessage()}"
         values: dict[str, Any] = getattr(record, "fields", {})
         shown = " ".join(f"{key}={value}" for key, value in values.items() if value is not None)
+        if self._with_pid:
+            shown = f"{shown} pid={record.process}".lstrip()
         if shown:
             line = f"{line}  {shown}"
         if record.exc_info:
@@ -86,11 +92,13 @@ class SinkHandler(logging.Handler):
         self._sink.close()
 
 
-def configure_logging(form: Literal["console", "json"], level: str) -> LogSink:
-    """Set up the process's logging; called once, by ``__main__``. Returns the way out, for the access log."""
+def configure_logging(form: Literal["console", "json"], level: str, *, with_pid: bool = False) -> LogSink:
+    """Set up the process's logging; called once, by ``__main__``. Returns the way out, for the access log.
+
+    ``with_pid``: lines for people say which process they are of, as those for machines always do."""
     sink = LogSink()
     handler = SinkHandler(sink)
-    handler.setFormatter(ConsoleFormatter() if form == "console" else JsonFormatter())
+    handler.setFormatter(ConsoleFormatter(with_pid=with_pid) if form == "console" else JsonFormatter())
     handler.addFilter(Seldom("opentelemetry"))  # tells of each attempt to reach a collector
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     # The server's own lines say what ours say; its warnings and errors stay.

@@ -249,8 +249,9 @@ class GatewayMetrics:
         if error_code:
             self._errors.labels(route, error_code).inc()
 
-    def refused_bytes(self, code: str) -> None:
-        """What a client sent was no request, or not one that is taken: it reached no route."""
+    def unrouted_error(self, code: str) -> None:
+        """An error outside the relayed routes: what a client sent was no request, not one that is taken, or for
+        another route."""
         self._errors.labels("", code).inc()
 
     def connection_refused(self) -> None:
@@ -332,16 +333,20 @@ class GatewayMetrics:
 
     async def text(self) -> bytes:
         """The exposition, made in a thread: with many series it takes longer than a loop turn should."""
-        return await asyncio.to_thread(generate_latest, self.collectors)
+        return await asyncio.to_thread(lambda: _exposition(self.families()))
 
     def families(self) -> tuple[Family, ...]:
-        """The values of now, to be merged with those of other processes."""
+        """The values of now. When a series began (``_created``) is left out: nobody asks, and it is a third of them."""
         return tuple(
             Family(
                 family.name,
                 family.documentation,
                 family.type,
-                tuple(Sample(s.name, tuple(s.labels.items()), s.value) for s in family.samples),
+                tuple(
+                    Sample(s.name, tuple(s.labels.items()), s.value)
+                    for s in family.samples
+                    if not s.name.endswith("_created")
+                ),
             )
             for family in self.collectors.collect()
         )
@@ -358,8 +363,12 @@ def merged_text(processes: Mapping[int, tuple[tuple[Family, ...], bool]]) -> byt
         ),
     )
     merged = merge([families for families, _ in processes.values()], GAUGE_MERGE)
+    return _exposition((*merged, alive))
+
+
+def _exposition(families: Sequence[Family]) -> bytes:
     collectors = CollectorRegistry()
-    collectors.register(_Fixed((*merged, alive)))
+    collectors.register(_Fixed(families))
     return generate_latest(collectors)
 
 

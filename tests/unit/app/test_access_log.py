@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 from datetime import UTC, datetime
 from typing import Any, Literal
 
@@ -95,3 +96,10 @@ def test_the_second_is_that_of_the_line() -> None:
     assert '"2026-03-01T12:00:00.999Z"' in written.line(streamed())
     written.now += 60
     assert '"2026-03-01T12:01:00.999Z"' in written.line(streamed())
+
+
+def test_which_process_of_several() -> None:
+    lines: list[bytes] = []
+    log = AccessLog(lines.append, "console", clock=lambda: NOW, with_pid=True)
+    log.log(CHAT, model="m", status=200, seconds=0.5, first_seconds=None, request_id=b"r-1", report=Report())
+    assert lines[0].endswith(b" request_id=r-1 pid=%d\n" % os.getpid())

@@ -47,3 +47,9 @@ def test_exceptions_are_shown() -> None:
         failed.exc_info = sys.exc_info()
     assert "KeyError" in ConsoleFormatter().format(failed)
     assert "KeyError" in json.loads(JsonFormatter().format(failed))["exception"]
+
+
+def test_which_process_of_several() -> None:
+    said = record("hello", model="m")
+    assert ConsoleFormatter(with_pid=True).format(said).endswith(f"hello  model=m pid={said.process}")
+    assert ConsoleFormatter(with_pid=True).format(record("hello")).endswith(f"hello  pid={said.process}")
