@@ -128,11 +128,11 @@ class GatewayApp(FastAPI):
             try:
                 self.keys.check(scope["headers"])
             except GatewayError as error:
-                await _answer(error)(scope, receive, send_with_id)
+                await self.refusal(error)(scope, receive, send_with_id)
                 return
         if b"%" in raw_path and not raw_path.startswith(_MODEL_PATHS):
             # Routes are matched as they are written: a proxy's rules about paths must mean the same as ours.
-            await _answer(not_found(raw_path.decode("latin-1")))(scope, receive, send_with_id)
+            await self.refusal(not_found(raw_path.decode("latin-1")))(scope, receive, send_with_id)
             return
         if scope["method"] == "OPTIONS" and (allowed := self.allowed(scope)):
             preflight = [] if self.cors is None else self.cors.preflight(scope["headers"])
@@ -143,6 +143,14 @@ class GatewayApp(FastAPI):
         if scope["method"] == "HEAD":
             scope, send_with_id = {**scope, "method": "GET"}, without_body(send_with_id)
         await super().__call__(scope, receive, send_with_id)
+
+    def refusal(self, error: GatewayError) -> Response:
+        """An error of the gateway's own, as an answer; it is counted."""
+        self.gateway.metrics.unrouted_error(error.code)
+        response = Response(error.body, status_code=error.status, media_type="application/json")
+        for name, value in error.headers:
+            response.headers[name.decode()] = value.decode()
+        return response
 
     def allowed(self, scope: Scope) -> list[str]:
         """The methods that the path of ``scope`` answers; none if there is no such path."""
@@ -321,7 +329,7 @@ def _tracing(settings: GatewaySettings, metrics: GatewayMetrics) -> Tracing | No
 def _access_log(settings: GatewaySettings, sink: LogSink | None) -> AccessLog | None:
     if sink is None or not settings.access_log or settings.log_level not in ("debug", "info"):
         return None
-    return AccessLog(sink.access, settings.log_format)
+    return AccessLog(sink.access, settings.log_format, with_pid=settings.processes > 1)
 
 
 def _discovered(lifecycle: LifecycleMachine) -> None:
@@ -353,38 +361,31 @@ def _cors(settings: GatewaySettings) -> Cors | None:
     )
 
 
-def _answer(error: GatewayError) -> Response:
-    response = Response(error.body, status_code=error.status, media_type="application/json")
-    for name, value in error.headers:
-        response.headers[name.decode()] = value.decode()
-    return response
-
-
 def _install_errors(app: GatewayApp) -> None:
     """Every error has the OpenAI envelope, those of the web framework too."""
 
     async def gateway_error(request: Request, error: Exception) -> Response:
         if not isinstance(error, GatewayError):
             raise error
-        return _answer(error)
+        return app.refusal(error)
 
     async def http_error(request: Request, error: Exception) -> Response:
         if not isinstance(error, HTTPException):
             raise error
         path = request.url.path
         if error.status_code in (404, 405) and path in app.endpoints:
-            return _answer(method_not_allowed(request.method, path, app.allowed(request.scope)))
+            return app.refusal(method_not_allowed(request.method, path, app.allowed(request.scope)))
         if error.status_code == 404:
-            return _answer(refusal(path) or not_found(path))
+            return app.refusal(refusal(path) or not_found(path))
         if error.status_code == 405:
-            return _answer(method_not_allowed(request.method, path, app.allowed(request.scope)))
-        return _answer(from_status(error.status_code, str(error.detail)))
+            return app.refusal(method_not_allowed(request.method, path, app.allowed(request.scope)))
+        return app.refusal(from_status(error.status_code, str(error.detail)))
 
     async def invalid(request: Request, error: Exception) -> Response:
-        return _answer(from_status(422, str(error)))
+        return app.refusal(from_status(422, str(error)))
 
     async def crashed(request: Request, error: Exception) -> Response:
-        return _answer(internal())
+        return app.refusal(internal())
 
     app.add_exception_handler(GatewayError, gateway_error)
     app.add_exception_handler(HTTPException, http_error)

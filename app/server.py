@@ -66,7 +66,7 @@ class GatewayServer(Server):
                 ids=app.ids,
                 cors=app.cors,
                 connections=app.connections,
-                on_refusal=app.gateway.metrics.refused_bytes,
+                on_refusal=app.gateway.metrics.unrouted_error,
                 tls=app.gateway.access.tls,
                 handshake_seconds=app.gateway.settings.tls_handshake_timeout_seconds,
                 http=ClientProtocol if app.gateway.access.tls is None else TlsFront,

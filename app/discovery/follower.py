@@ -72,7 +72,8 @@ class Discovery:
             self._log()
         if outcome.addresses is None:
             return
-        logger.info("%s names %d workers", self.source.name, len(outcome.addresses))
+        number = len(outcome.addresses)
+        logger.info("%s names %d worker%s", self.source.name, number, "" if number == 1 else "s")
         self._registry.follow(outcome.addresses)
         if first:
             self._spawn(asyncio.create_task(self._tell()))

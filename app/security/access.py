@@ -6,17 +6,22 @@ Nothing of this module ever puts a secret into a message.
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from app.fleet.worker_token import WorkerToken
 from app.security.credentials import ApiKeys, parse_key_file
+from app.security.refused_keys import RefusedKeys
 from app.security.tls import ServerTls
 from app.security.watched_files import WatchedFiles, read_text
 from app.settings import GatewaySettings
 from app.start_error import StartError
 from workers.contract import WorkerTokenError, parse_worker_tokens
+
+logger = logging.getLogger(__name__)
 
 
 class Access:
@@ -33,6 +38,7 @@ class Access:
         self._files: list[tuple[WatchedFiles, Callable[[], str]]] = []
         self._given = tuple(key.get_secret_value() for key in settings.api_keys)
         self._keys_file = settings.api_keys_file
+        self._refused = RefusedKeys()
         self.keys = self._api_keys()
         self.worker_token = self._worker_token(settings)
         self.tls = self._tls(settings)
@@ -50,9 +56,9 @@ class Access:
 
     def _api_keys(self) -> ApiKeys | None:
         if self._keys_file is None:
-            return ApiKeys(self._given, salt=secrets.token_bytes(32)) if self._given else None
+            return self._known(self._given) if self._given else None
         watched = WatchedFiles(self._keys_file)
-        keys = ApiKeys(self._given + self._filed(), salt=secrets.token_bytes(32))
+        keys = self._known(self._given + self._filed())
         if not len(keys):
             raise StartError(
                 f"{self._keys_file} holds no key, so nobody could use this gateway; "
@@ -60,11 +66,21 @@ class Access:
             )
 
         def reload() -> str:
-            keys.replace(self._given + self._filed())
-            return f"{len(keys)} API keys are known now"
+            filed = self._filed()
+            keys.replace(self._given + filed)
+            if not filed:  # taken at its word, but seldom meant
+                logger.warning("%s holds no key any more", self._keys_file)
+            return f"{len(keys)} API {'key is' if len(keys) == 1 else 'keys are'} known now"
 
         self._files.append((watched, reload))
         return keys
+
+    def _known(self, keys: tuple[str, ...]) -> ApiKeys:
+        return ApiKeys(keys, salt=secrets.token_bytes(32), on_unknown=self._tell_unknown)
+
+    def _tell_unknown(self) -> None:
+        if number := self._refused.refused(now=time.monotonic()):
+            logger.info("%d request%s with a wrong API key refused", number, "" if number == 1 else "s")
 
     def _filed(self) -> tuple[str, ...]:
         if self._keys_file is None:

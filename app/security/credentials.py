@@ -7,7 +7,7 @@ result is kept, so no answer is faster for having been given before.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from hashlib import blake2b
 from hmac import compare_digest
 
@@ -59,11 +59,12 @@ def _checked(numbered: Iterable[tuple[int, str]], unit: str) -> tuple[str, ...]:
 class ApiKeys:
     """The keys that are let in. There may be none: then nobody is."""
 
-    __slots__ = ("_digests", "_salt")
+    __slots__ = ("_digests", "_on_unknown", "_salt")
 
-    def __init__(self, keys: Iterable[str], *, salt: bytes) -> None:
-        """``salt``: 32 random bytes of this process."""
+    def __init__(self, keys: Iterable[str], *, salt: bytes, on_unknown: Callable[[], None] = lambda: None) -> None:
+        """``salt``: 32 random bytes of this process. ``on_unknown`` is told of each request that shows a wrong key."""
         self._salt = salt
+        self._on_unknown = on_unknown
         self._digests: tuple[bytes, ...] = ()
         self.replace(keys)
 
@@ -105,7 +106,10 @@ class ApiKeys:
         for key in shown:
             if self.knows(key):
                 return
-        raise unknown_api_key() if shown else missing_api_key()
+        if not shown:
+            raise missing_api_key()
+        self._on_unknown()
+        raise unknown_api_key()
 
     def _digest(self, key: bytes) -> bytes:
         return blake2b(key, key=self._salt, digest_size=32).digest()

@@ -142,8 +142,40 @@ async def test_keys_are_exchanged_without_a_restart(
             assert (await status_of(gateway, KEY), await status_of(gateway, OTHER)) == (401, 200)
             write("")  # but an empty file is an answer: nobody
             await gateway.until(lambda: len(keys) == 1)
+            await gateway.until(lambda: ("WARNING", f"{path} holds no key any more") in said(caplog))
+            await gateway.until(lambda: ("INFO", "1 API key is known now") in said(caplog))
             assert (await status_of(gateway, OTHER), await status_of(gateway, "from-the-variable")) == (401, 200)
     assert "sk-" not in caplog.text
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
+    return [(record.levelname, record.getMessage()) for record in caplog.records]
+
+
+async def test_who_guesses_is_seen(caplog: pytest.LogCaptureFixture) -> None:
+    """On every route, in a metric and in a line a second at most; who shows no key does not guess."""
+    wrong = {"x-api-key": "sk-guess"}
+    with caplog.at_level(logging.INFO):
+        async with run_gateway(workers="127.0.0.1:1", api_keys=KEY) as gateway:
+            await gateway.client.get("/v1/models")
+            assert "API key" not in caplog.text
+            for path in ("/v1/models", "/nowhere", "/metrics"):
+                assert (await gateway.client.get(path, headers=wrong)).status_code == 401
+            assert (await gateway.client.post("/tokenize", headers=wrong, content=b"{}")).status_code == 401
+            assert (await gateway.client.get("/nowhere", headers=BEARER)).status_code == 404
+            assert (await gateway.client.post("/status", headers=BEARER)).status_code == 405
+            metrics = (await gateway.client.get("/metrics", headers=BEARER)).text
+    for labels, count in (
+        ('code="invalid_api_key",route=""', 4),
+        ('code="invalid_api_key",route="tokenize"', 1),
+        ('code="not_found",route=""', 1),
+        ('code="method_not_allowed",route=""', 1),
+    ):
+        assert f"hotspare_gateway_errors_total{{{labels}}} {count}.0\n" in metrics
+    lines = [line for line in said(caplog) if "wrong API key" in line[1]]
+    assert lines[0] == ("INFO", "1 request with a wrong API key refused")
+    assert len(lines) <= 2  # a busy machine may have taken a second over it
+    assert "sk-guess" not in caplog.text
 
 
 def test_a_file_without_keys_refuses_to_start(tmp_path: Path, shell: str) -> None:
