@@ -49,6 +49,7 @@ def run_engine_process(settings: EngineSettings) -> int:
             beat=settings.beat_timeout_seconds,
             init_beat=settings.init_beat_timeout_seconds,
             step=settings.step_timeout_seconds,
+            end=settings.engine_shutdown_seconds,
         ),
     )
     return keeper.run()

@@ -61,6 +61,7 @@ class Stuck(Enum):
 
     NO_BEAT = "its event loop gave no sign of life"
     NO_STEP = "it has requests and made no step"
+    NO_END = "it was told to stop, fell silent, and did not end in its time"
 
 
 class Watchdog:
@@ -78,6 +79,7 @@ class Watchdog:
         self._step_timeout = step_timeout
         self._looked_at = self._beat_at = self._step_at = now
         self._last = Beat(0, False, Role.INIT)
+        self._end_timeout: float | None = None
 
     @property
     def last(self) -> Beat:
@@ -90,6 +92,12 @@ class Watchdog:
             self._step_at = now
         self._last = beat
 
+    def told_to_stop(self, *, now: float, end_timeout: float) -> None:
+        """From here on silence is no sign of a hang: an engine whose loop is over says nothing more, and what it still
+        has to give back takes its time. It has ``end_timeout`` for that from its last beat, or from now."""
+        self._beat_at = max(self._beat_at, now)
+        self._end_timeout = end_timeout
+
     def look(self, *, now: float) -> Stuck | None:
         """Is it stuck? To be called at least every ``LONGEST_LOOK_SECONDS``."""
         unseen = now - self._looked_at - self.LONGEST_LOOK_SECONDS
@@ -98,8 +106,10 @@ class Watchdog:
             self._beat_at += unseen
             self._step_at += unseen
         beat_timeout = self._init_beat_timeout if self._last.role is Role.INIT else self._beat_timeout
+        if self._end_timeout is not None:
+            beat_timeout = max(beat_timeout, self._end_timeout)
         if now - self._beat_at > beat_timeout:
-            return Stuck.NO_BEAT
+            return Stuck.NO_BEAT if self._end_timeout is None else Stuck.NO_END
         if self._last.busy and now - self._step_at > self._step_timeout:
             return Stuck.NO_STEP
         return None

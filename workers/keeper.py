@@ -51,6 +51,8 @@ class KeeperTimeouts(msgspec.Struct, frozen=True, kw_only=True):
     beat: float
     init_beat: float
     step: float
+    end: float
+    """For one that was told to stop, from its last beat."""
 
 
 class _Life(msgspec.Struct, frozen=True, kw_only=True):
@@ -233,6 +235,7 @@ class Keeper:
                 self._take_signals(wakeup)
             if self._stops > told:
                 told = self._stops
+                watchdog.told_to_stop(now=now, end_timeout=self._timeouts.end)
                 os.kill(pid, signal.SIGTERM if told == 1 else signal.SIGKILL)
             if stuck is None and (stuck := watchdog.look(now=now)):
                 logger.error("%s: killing the engine (pid %d): %s", self._name, pid, stuck.value)

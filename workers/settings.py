@@ -189,7 +189,7 @@ class WorkerSettings(BaseSettings):
     drain_timeout_seconds: Annotated[float, Field(ge=0, le=3600)] = 5.0
     """How long a terminating engine waits for the requests it has."""
     engine_shutdown_seconds: Annotated[float, Field(gt=0, le=3600)] = 5.0
-    """How long an engine may take to stop after its requests have ended."""
+    """How long an engine may take to stop after its requests have ended; if it is silent for longer it is killed."""
 
     @property
     def pod_dir(self) -> Path:

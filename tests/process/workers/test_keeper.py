@@ -53,11 +53,15 @@ def engine(fd, restarts):
         if steps == 3:
             (runtime_dir / "socket").touch()
             print("ready", flush=True)
+    if behaviour == "slow end":  # its loop is over, and it has much to give back
+        time.sleep(1.2)
+    if behaviour == "no end":
+        signal.pause()
     return 0
 
 sys.exit(Keeper(
     name="engine a", engine_main=engine, runtime_dir=runtime_dir,
-    timeouts=KeeperTimeouts(beat=0.5, init_beat=5.0, step=0.7),
+    timeouts=KeeperTimeouts(beat=0.5, init_beat=5.0, step=0.7, end=8.0 if behaviour == "slow end" else 1.0),
 ).run())
 """
 
@@ -164,6 +168,26 @@ def test_bad_configuration_is_not_tried_again(kept: Kept) -> None:
     output = kept.rest()
     assert kept.process.returncode == 2
     assert output.count("forked as ") == 1
+
+
+@pytest.mark.parametrize("kept", ["slow end"], indirect=True)
+def test_an_engine_that_was_told_to_stop_may_be_silent_for_longer(kept: Kept) -> None:
+    engine = kept.engine()
+    kept.line("ready")
+    kept.process.send_signal(signal.SIGTERM)
+    assert "killing" not in kept.rest()
+    assert kept.process.returncode == 0
+    assert gone(engine)
+
+
+@pytest.mark.parametrize("kept", ["no end"], indirect=True)
+def test_and_not_for_ever(kept: Kept) -> None:
+    engine = kept.engine()
+    kept.line("ready")
+    kept.process.send_signal(signal.SIGTERM)
+    assert "it was told to stop, fell silent, and did not end in its time" in kept.rest()
+    assert kept.process.returncode == 70
+    assert gone(engine)
 
 
 @pytest.mark.parametrize("kept", ["stubborn"], indirect=True)

@@ -93,3 +93,21 @@ def test_a_keeper_that_was_not_run_itself_does_not_blame_the_engine() -> None:
     assert dog.look(now=0.5) is None
     assert dog.look(now=3600.0) is None
     assert look_on(dog, 3600.0, 3610.0) == (3602.0, Stuck.NO_BEAT)
+
+
+def test_one_that_was_told_to_stop_has_its_time_from_its_last_beat() -> None:
+    dog = watchdog()
+    dog.beat(Beat(0, True, Role.ACTIVE), now=0.0)
+    assert dog.look(now=0.5) is None
+    dog.told_to_stop(now=1.0, end_timeout=5.0)
+    assert look_on(dog, 1.0, 4.0) is None  # which would have been a hang
+    dog.beat(Beat(1, False, Role.DRAINING), now=4.0)
+    assert look_on(dog, 4.5, 20.0) == (9.5, Stuck.NO_END)
+
+
+def test_a_shorter_time_to_stop_takes_none_of_the_patience_away() -> None:
+    dog = watchdog()
+    dog.told_to_stop(now=0.0, end_timeout=1.0)
+    assert look_on(dog, 0.0, 60.0) is None
+    dog.beat(Beat(0, False, Role.ACTIVE), now=60.0)
+    assert look_on(dog, 60.5, 70.0) == (63.5, Stuck.NO_END)
