@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 import ssl
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,6 +26,18 @@ def client_key(environment: Mapping[str, str]) -> str | None:
     except (ValueError, StartError):
         return None
     return keys[0] if keys else None
+
+
+def key_in_a_shell(environment: Mapping[str, str]) -> str:
+    """What stands for that key in a command that a POSIX shell with the same variables runs; "" if there is none. The
+    key itself is written nowhere."""
+    if client_key(environment) is None:
+        return ""
+    if environment.get(API_KEY):
+        return f"${API_KEY}"
+    if environment.get("HOTSPARE_API_KEYS"):
+        return "${HOTSPARE_API_KEYS%%,*}"
+    return f"$(grep -m1 '^[^#]' {shlex.quote(os.path.abspath(environment['HOTSPARE_API_KEYS_FILE']))})"
 
 
 def key_headers(key: str | None) -> dict[str, str]:

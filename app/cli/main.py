@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import time
 
 from app.cli.environment import refuse_unknown
 from app.cli.errors import CliError
@@ -18,6 +19,7 @@ from app.cli.launch import PASSED_ON, module_command, safe_environment
 
 def main() -> int:
     """Entry point of the console script; returns the exit code."""
+    began = time.monotonic()
     arguments = sys.argv[1:]
     command = arguments[0] if arguments else ""
     try:
@@ -32,7 +34,7 @@ def main() -> int:
             from app.cli.run_up import run_up
             from app.cli.up_options import parse_up
 
-            return run_up(parse_up(arguments[1:], os.environ), os.environ)
+            return run_up(parse_up(arguments[1:], os.environ), os.environ, began=began)
         if not command.startswith("-"):
             refuse_unknown(os.environ)
         from app.cli.commands import run

@@ -90,7 +90,9 @@ async def _ask(
 ) -> T | Absence:
     try:
         status, body = await http_get(host, port, path, timeout_seconds=timeout_seconds, headers=headers, tls=tls)
-        return Absence.UNAUTHORIZED if status == 401 else msgspec.json.decode(body, type=kind)
+        if status == 401:
+            return Absence.WRONG_KEY if headers else Absence.UNAUTHORIZED
+        return msgspec.json.decode(body, type=kind)
     except GetFailed as error:
         if isinstance(error.__cause__, ssl.SSLError):
             return Absence.UNTRUSTED

@@ -195,11 +195,11 @@ def base_url(host: str, port: int, *, tls: bool = False) -> str:
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
-def example_request(url: str, model: str, *, with_key: bool = False, certificate: str | None = None) -> str:
-    """A command that works as it stands in any POSIX shell; with keys, in one that has HOTSPARE_API_KEY. No key is
-    written out: terminals are logged and shown."""
+def example_request(url: str, model: str, *, key: str = "", certificate: str | None = None) -> str:
+    """A command that works as it stands in any POSIX shell; with keys, in one that has the same variables. ``key`` is
+    what stands for one there: none is written out, since terminals are logged and shown."""
     message = {"role": "user", "content": "Say hello."}
     body = json.dumps({"model": model, "stream": True, "max_tokens": EXAMPLE_TOKENS, "messages": [message]})
     trust = f" --cacert {shlex.quote(certificate)}" if certificate else ""
-    key = ' -H "authorization: Bearer $HOTSPARE_API_KEY"' if with_key else ""
-    return f"curl -N{trust} {url}/v1/chat/completions{key} -H 'content-type: application/json' -d {shlex.quote(body)}"
+    shown = f' -H "authorization: Bearer {key}"' if key else ""
+    return f"curl -N{trust} {url}/v1/chat/completions{shown} -H 'content-type: application/json' -d {shlex.quote(body)}"

@@ -17,7 +17,9 @@ class Absence(StrEnum):
     SILENT = "silent"
     """Somebody listens, and does not answer: stopped, or stuck."""
     UNAUTHORIZED = "unauthorized"
-    """A gateway that asks for another API key than the one it was shown."""
+    """A gateway that asks for an API key, and was shown none."""
+    WRONG_KEY = "wrong-key"
+    """A gateway that does not know the API key that it was shown."""
     UNTRUSTED = "untrusted"
     """A gateway that does not have the certificate it should have."""
 

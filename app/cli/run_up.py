@@ -6,9 +6,7 @@ out of their way until they run.
 
 from __future__ import annotations
 
-import os
 import signal
-import time
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
 
@@ -22,8 +20,8 @@ from workers.exit_codes import ExitCode
 from workers.lifeline import ParentGone, die_with_parent
 
 
-def run_up(options: UpOptions, environment: Mapping[str, str]) -> int:
-    """Start everything, and stay until it ends; returns the exit code.
+def run_up(options: UpOptions, environment: Mapping[str, str], *, began: float) -> int:
+    """Start everything, and stay until it ends; returns the exit code. ``began``: when, by the monotonic clock.
 
     Raises:
         CliError: something does not fit, or a process ended by itself; nothing runs any more.
@@ -46,7 +44,7 @@ def run_up(options: UpOptions, environment: Mapping[str, str]) -> int:
         try:
             import asyncio
 
-            return asyncio.run(_watch(options, starter, environment, early))
+            return asyncio.run(_watch(options, starter, environment, early, began))
         except CliError as error:
             claim.keep_logs = error.code != ExitCode.BAD_CONFIGURATION  # the sentence says it all
             raise
@@ -83,7 +81,9 @@ def _die_with_parent(environment: Mapping[str, str]) -> None:
         ) from error
 
 
-async def _watch(options: UpOptions, starter: Starter, environment: Mapping[str, str], early: list[int]) -> int:
+async def _watch(
+    options: UpOptions, starter: Starter, environment: Mapping[str, str], early: list[int], began: float
+) -> int:
     from app.cli.screen import open_screen
     from app.cli.up import Up
 
@@ -93,15 +93,7 @@ async def _watch(options: UpOptions, starter: Starter, environment: Mapping[str,
             starter,
             screen=screen,
             limits=limits_from(environment),
-            began=process_began(),
+            began=began,
             environment=environment,
         )
         return await up.run(early)
-
-
-def process_began() -> float:
-    """When this process was started, in seconds of the monotonic clock (10 ms is the kernel's resolution)."""
-    with open("/proc/self/stat", "rb") as stat:
-        ticks = int(stat.read().rpartition(b")")[2].split()[19])  # field 22, starttime; proc(5)
-    age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-    return time.monotonic() - age

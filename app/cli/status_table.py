@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 MIB: Final = 1024 * 1024
 _GATEWAY_WORDS: Final[dict[str, str]] = {
     Absence.UNAUTHORIZED: "asks for an API key; set HOTSPARE_API_KEY",
+    Absence.WRONG_KEY: "does not know the API key that this command shows; set HOTSPARE_API_KEY to one of its keys",
     Absence.UNTRUSTED: "does not have the certificate in the file that gateway.json names",
 }
 _ROLE_STYLES: Final = {"ACTIVE": "bold green", "STANDBY": "cyan", "gone": "red", "silent": "red", "FAILED": "red"}
@@ -56,7 +57,7 @@ def engine_cells(engine: EngineStatus) -> list[str]:
 def gateway_line(gateway: GatewayStatus | None) -> str:
     """One line about the gateway. Pure."""
     if gateway is None:
-        return "gateway: none in this folder"
+        return "gateway: none in this folder; one that was started by itself is here if it has the same --run-dir"
     said = _GATEWAY_WORDS.get(gateway.lifecycle, gateway.lifecycle)
     line = f"gateway {gateway.host}:{gateway.port}: {said}"
     if gateway.inflight is not None:

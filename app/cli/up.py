@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 
 from app.cli.children import Child
 from app.cli.claim import LOGS
-from app.cli.door import client_key
+from app.cli.door import client_key, key_in_a_shell
 from app.cli.errors import CliError
 from app.cli.news import PodNews
 from app.cli.observe import ask_gateway, ask_pod
@@ -150,7 +150,7 @@ class Up:
         while True:
             report = await ask_gateway(file, key=client_key(self._environment))
             now = time.monotonic()
-            if report is Absence.UNAUTHORIZED:
+            if report in (Absence.UNAUTHORIZED, Absence.WRONG_KEY):
                 raise CliError(
                     "the gateway does not know the key that this command shows; "
                     "set HOTSPARE_API_KEY to one of its keys, or unset it",
@@ -189,7 +189,7 @@ class Up:
         example = example_request(
             url,
             models[0] if models else "default",
-            with_key=client_key(self._environment) is not None,
+            key=key_in_a_shell(self._environment),
             certificate=self._certificate,
         )
         self._screen.say(f"  {example}")

@@ -15,13 +15,15 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from app.cli.errors import CliError
-from app.cli.plan import MAX_PORT, UpOptions
-from app.cli.variables import SIMILAR
+from app.cli.plan import MAX_PORT, PER_PROCESS, UpOptions
+from app.cli.variables import KNOWN, PREFIX, SIMILAR
 from workers.exit_codes import ExitCode
 
 MAX_PODS: Final = 100
 _TRUE: Final = frozenset({"1", "true", "t", "yes", "y", "on"})
 _FALSE: Final = frozenset({"0", "false", "f", "no", "n", "off"})
+_VARIABLES: Final = {"--api-key": "HOTSPARE_API_KEYS"}
+"""Of the gateway's flags, those that are not called like their variable."""
 _SWITCHES: Final = ("gms", "keeper")
 
 
@@ -43,6 +45,11 @@ def parse_up(arguments: Sequence[str], environment: Mapping[str, str]) -> UpOpti
         raise CliError(_unknown(unknown[0], parser), code=ExitCode.BAD_CONFIGURATION)
     values = {**_from_environment(parser, environment), **vars(flags)}
     options = UpOptions(**values)
+    if options.engine == "sim" and "model" in vars(flags):
+        raise CliError(
+            "--model is for --engine vllm: the engine without a model has none; leave one of them out",
+            code=ExitCode.BAD_CONFIGURATION,
+        )
     return UpOptions(**{**vars(options), "run_dir": Path(os.path.abspath(options.run_dir))})
 
 
@@ -120,6 +127,10 @@ class Whole:
 def _unknown(argument: str, parser: _Parser) -> str:
     if not argument.startswith("-"):
         return f"unexpected argument {argument!r}; see hotspare up --help"
-    known = {name.lstrip("-"): name for action in parser._actions for name in action.option_strings}
-    near = difflib.get_close_matches(argument.partition("=")[0].lstrip("-"), known, n=1, cutoff=SIMILAR)
-    return f"unknown option {argument}; " + (f"did you mean {known[near[0]]}?" if near else "see hotspare up --help")
+    name = argument.partition("=")[0]  # what follows may be a secret
+    variable = _VARIABLES.get(name, PREFIX + name.lstrip("-").replace("-", "_").upper())
+    if variable in KNOWN - PER_PROCESS:
+        return f"unknown option {name}: what up starts reads its settings from the environment; set {variable}"
+    known = {other.lstrip("-"): other for action in parser._actions for other in action.option_strings}
+    near = difflib.get_close_matches(name.lstrip("-"), known, n=1, cutoff=SIMILAR)
+    return f"unknown option {name}; " + (f"did you mean {known[near[0]]}?" if near else "see hotspare up --help")

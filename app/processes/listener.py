@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 from typing import Final
 
@@ -9,6 +10,12 @@ from app.start_error import StartError
 
 BACKLOG: Final = 4096
 """Connections that may queue until they are accepted."""
+
+_HINTS: Final = {
+    errno.EADDRINUSE: "; choose another with --port, or 0 for any free one",
+    errno.EADDRNOTAVAIL: "; it is no address of this machine: name one with --host, or 0.0.0.0 for all of them",
+    errno.EACCES: "; choose a port from 1024 on with --port",
+}
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -29,7 +36,7 @@ def bind(host: str, port: int) -> socket.socket:
         listener.bind(address)
     except OSError as error:
         listener.close()
-        hint = "; choose another with --port, or 0 for any free one" if "in use" in str(error) else ""
+        hint = _HINTS.get(error.errno or 0, "")
         raise StartError(f"cannot listen on {host}:{port}: {error.strerror}{hint}") from None
     listener.setblocking(False)
     return listener

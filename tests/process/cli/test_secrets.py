@@ -54,6 +54,7 @@ def test_who_gets_in_where(start_up: StartUp) -> None:
     assert machine.status_command(HOTSPARE_API_KEY=OTHER)["gateway"]["lifecycle"] == "ready"
     assert machine.status_command(HOTSPARE_API_KEYS=KEY)["pods"][0]["routed"]["state"] == "UP"
     assert machine.status_command()["gateway"]["lifecycle"] == "unauthorized"
+    assert machine.status_command(HOTSPARE_API_KEY="sk-wrong")["gateway"]["lifecycle"] == "wrong-key"
     table = hotspare("status", "--run-dir", str(machine.run_dir))
     assert "asks for an API key; set HOTSPARE_API_KEY" in table.stdout
 

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from app.cli.door import client_key, key_headers
+from app.cli.door import client_key, key_headers, key_in_a_shell
 
 
 @pytest.mark.parametrize(
@@ -20,9 +21,15 @@ from app.cli.door import client_key, key_headers
     ],
 )
 def test_the_key_that_a_command_shows(tmp_path: Path, environment: dict[str, str], key: str | None) -> None:
-    file = tmp_path / "keys"
+    file = tmp_path / "the keys"
     file.write_text("# first\nfrom-the-file\nsecond\n")
-    assert client_key({name: value.replace("FILE", str(file)) for name, value in environment.items()}) == key
+    environment = {name: value.replace("FILE", str(file)) for name, value in environment.items()}
+    assert client_key(environment) == key
+    shown = f'printf %s "{key_in_a_shell(environment)}"'  # which finds the same one
+    assert (
+        subprocess.check_output(["/bin/sh", "-c", shown], env=environment | {"PATH": "/usr/bin:/bin"})
+        == (key or "").encode()
+    )
 
 
 def test_the_header() -> None:

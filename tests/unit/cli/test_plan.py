@@ -122,7 +122,7 @@ def test_the_example_survives_a_shell() -> None:
 
 def test_the_example_with_a_key_and_a_certificate() -> None:
     assert base_url("0.0.0.0", 8000, tls=True) == "https://127.0.0.1:8000"
-    example = example_request("https://h:1", "m", with_key=True, certificate="/my certs/tls.crt")
+    example = example_request("https://h:1", "m", key="$HOTSPARE_API_KEY", certificate="/my certs/tls.crt")
     assert '-H "authorization: Bearer $HOTSPARE_API_KEY"' in example  # the shell puts it in
     assert shlex.split(example)[:5] == [
         "curl",

@@ -175,11 +175,13 @@ def pool(name: str, state: str, mib: int, **more: object) -> protocol.PoolStatus
 
 
 def test_a_gateways_line() -> None:
-    assert gateway_line(None) == "gateway: none in this folder"
+    assert gateway_line(None).startswith("gateway: none in this folder; ")
     silent = GatewayStatus(pid=9, host="h", port=1, lifecycle="silent")
     assert gateway_line(silent) == "gateway h:1: silent (pid 9)"
     closed = GatewayStatus(pid=9, host="h", port=1, lifecycle="unauthorized")
     assert gateway_line(closed) == "gateway h:1: asks for an API key; set HOTSPARE_API_KEY (pid 9)"
+    wrong = GatewayStatus(pid=9, host="h", port=1, lifecycle="wrong-key")
+    assert "does not know the API key that this command shows" in gateway_line(wrong)
 
 
 def test_numbers_for_people() -> None:

@@ -18,11 +18,11 @@ def test_defaults() -> None:
 
 def test_command_line() -> None:
     arguments = (
-        "--pods 3 --engine=sim --port 0 --base-port 9000 --run-dir /r --shadows 0 --no-gms --no-keeper --model /m"
+        "--pods 3 --engine=vllm --port 0 --base-port 9000 --run-dir /r --shadows 0 --no-gms --no-keeper --model /m"
     )
     assert parse_up(arguments.split(), {}) == UpOptions(
         pods=3,
-        engine="sim",
+        engine="vllm",
         model=Path("/m"),
         port=0,
         base_port=9000,
@@ -47,6 +47,22 @@ def test_environment_fills_what_the_command_line_leaves_open() -> None:
         (["--bogus"], {}, "unknown option --bogus; see hotspare up --help"),
         (["--no-gsm"], {}, "unknown option --no-gsm; did you mean --no-gms?"),
         (["--frobnicate"], {}, "unknown option --frobnicate; see hotspare up --help"),
+        (
+            ["--api-key", "sk-1"],
+            {},
+            "unknown option --api-key: what up starts reads its settings from the environment; set HOTSPARE_API_KEYS",
+        ),
+        (
+            ["--capacity=4"],
+            {},
+            "unknown option --capacity: what up starts reads its settings from the environment; set HOTSPARE_CAPACITY",
+        ),
+        (["--api-kez=sk-1"], {}, "unknown option --api-kez; see hotspare up --help"),
+        (
+            ["--engine", "sim", "--model", "/m"],
+            {},
+            "--model is for --engine vllm: the engine without a model has none; leave one of them out",
+        ),
         (["now"], {}, "unexpected argument 'now'; see hotspare up --help"),
         (["--pods", "0"], {}, "argument --pods: '0' is not a whole number from 1 to 100"),
         (["--shadows", "2"], {}, "argument --shadows: '2' is not a whole number from 0 to 1"),
@@ -66,3 +82,7 @@ def test_what_does_not_fit(arguments: list[str], environment: dict[str, str], se
 def test_an_unknown_engine() -> None:
     with pytest.raises(CliError, match=r"--engine: invalid choice: 'tgi'"):
         parse_up(["--engine", "tgi"], {})
+
+
+def test_a_model_in_the_environment_does_not_disturb_the_engine_without_one() -> None:
+    assert parse_up(["--engine", "sim"], {"HOTSPARE_MODEL": "/m"}).engine == "sim"
