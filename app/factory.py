@@ -42,7 +42,7 @@ from app.realtime.session import RealtimeLimits
 from app.relay.exchange import Relay, RelayLimits
 from app.relay.headers import REQUEST_ID, client_request_id
 from app.relay.waiting import WaitQueue
-from app.routes.docs import docs_router
+from app.routes.docs import DOCS_PATHS, docs_router
 from app.routes.health import health_router
 from app.routes.metrics import look_at, metrics_router
 from app.routes.openai import RelayEndpoint, models_router
@@ -64,6 +64,8 @@ logger = logging.getLogger(__name__)
 
 _MODEL_PATHS = b"/v1/models/"
 """The only paths with something in them to be percent-encoded: a model's name."""
+
+_OPEN = OPEN_PATHS | DOCS_PATHS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +126,7 @@ class GatewayApp(FastAPI):
         send_with_id = _with_headers([(REQUEST_ID, request_id)], send)
         raw_path: bytes = scope["raw_path"]
         # A preflight comes without credentials (Fetch standard), and its answer holds nothing.
-        if self.keys is not None and raw_path not in OPEN_PATHS and scope["method"] != "OPTIONS":
+        if self.keys is not None and raw_path not in _OPEN and scope["method"] != "OPTIONS":
             try:
                 self.keys.check(scope["headers"])
             except GatewayError as error:

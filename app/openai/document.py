@@ -9,6 +9,8 @@ from app.openai.schemas import DESCRIPTIONS, TEXT, Schema, array, record
 from app.openai.surface import RelayRoute
 
 TITLE = "Hotspare gateway"
+SECURITY_SCHEME = "key"
+"""The name of the scheme by which requests show their key."""
 _ERROR: Schema = record(
     "error",
     error={
@@ -54,13 +56,13 @@ def openapi_document(routes: Iterable[RelayRoute], *, version: str, authenticate
         "/status": {"get": _read("Operation", "Workers as the gateway sees them", record("lifecycle"))},
         "/metrics": {"get": _metrics()},
     }
-    schemes = {"key": {"type": "http", "scheme": "bearer"}}
+    schemes = {SECURITY_SCHEME: {"type": "http", "scheme": "bearer"}}
     return {
         "openapi": "3.1.0",
         "info": {"title": TITLE, "version": version, "description": _DESCRIPTION},
         "paths": paths,
         "components": {"schemas": {"Error": _ERROR}} | ({"securitySchemes": schemes} if authenticated else {}),
-    } | ({"security": [{"key": []}]} if authenticated else {})
+    } | ({"security": [{SECURITY_SCHEME: []}]} if authenticated else {})
 
 
 def _relayed(route: RelayRoute) -> dict[str, Any]:
