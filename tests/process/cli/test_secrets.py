@@ -31,7 +31,7 @@ def environment_of(pid: int) -> dict[str, str]:
 def test_who_gets_in_where(start_up: StartUp) -> None:
     machine = start_up(HOTSPARE_API_KEYS=f"{KEY},{OTHER}")
     url = machine.until_complete()
-    assert "$HOTSPARE_API_KEY" in machine.up.output()
+    assert "Bearer ${HOTSPARE_API_KEYS%%,*}" in machine.up.output()
     pod = json.loads((machine.run_dir / "pod-0" / "pod.json").read_text())
     worker = f"http://127.0.0.1:{pod['serving_port']}"
     with httpx.Client(trust_env=False, timeout=10) as client:
