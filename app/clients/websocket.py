@@ -4,6 +4,7 @@
 * A handshake that is refused is answered with the envelope of all other errors.
 * A connection that is to be closed is closed: a client that does not read, or that does not answer a close or a ping,
   would keep uvicorn's waiting for its buffer to empty.
+* A client that does not read is not read from: it could ask for pongs without end.
 * A drain can wait until the client has seen the close.
 """
 
@@ -14,7 +15,7 @@ import http
 from collections.abc import Sequence
 from typing import Any, Final
 
-from uvicorn._types import ASGISendEvent
+from uvicorn._types import ASGIReceiveEvent, ASGISendEvent
 from uvicorn.config import Config
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from uvicorn.server import ServerState
@@ -88,6 +89,36 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         self.data_received(b"GET %b HTTP/1.1\r\n%b\r\n%b" % (target, b"".join(lines), rest))
         if not self.handshake_initiated:
             raise malformed_request("a header of the handshake is not one")
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        pongs = self.conn.data_to_send()
+        if pongs and not self.transport.is_closing():
+            self.transport.write(b"".join(pongs))
+
+    def handle_ping(self) -> None:
+        """Its answer leaves with the others of this read: each of its own would cost many times its bytes."""
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._read_if_read()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._read_if_read()
+
+    async def receive(self) -> ASGIReceiveEvent:
+        message = await super().receive()
+        self._read_if_read()
+        return message
+
+    def _read_if_read(self) -> None:
+        if self.transport.is_closing():
+            return
+        if not self.writable.is_set():
+            self.transport.pause_reading()
+        elif not self.read_paused:
+            self.transport.resume_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)

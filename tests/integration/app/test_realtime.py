@@ -649,6 +649,38 @@ async def test_a_client_that_asks_and_reads_nothing_is_not_listened_to(workers: 
         await asyncio.gather(asking, return_exceptions=True)
 
 
+async def test_a_client_that_pings_and_reads_nothing_is_not_listened_to(workers: Any) -> None:
+    """Its pings stay where they are, and are answered once it reads."""
+    (worker,) = await workers("pod-0")
+    ping = bytes([0x89, 0x80 | 125, 0, 0, 0, 0]) + b"p" * 125
+    pong = bytes([0x8A, 125]) + b"p" * 125
+    lines = "".join(f"{name}: {value}\r\n" for name, value in ({"host": "g"} | KEYS).items())
+    narrow = socket.socket()
+    narrow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    narrow.setblocking(False)
+    async with run_gateway(worker) as running, asyncio.timeout(20):
+        await asyncio.get_running_loop().sock_connect(narrow, ("127.0.0.1", running.port))
+        reader, writer = await asyncio.open_connection(sock=narrow, limit=4096)
+        writer.write(f"GET {PATH} HTTP/1.1\r\n{lines}\r\n".encode())
+        await reader.readuntil(b"\r\n\r\n")
+        (connection,) = (c for c in running.server.server_state.connections if _is_websocket(c))
+        sent = 0
+        while connection.writable.is_set() or connection.transport.is_reading():
+            writer.write(ping * 1000)
+            sent += 1000
+            await asyncio.sleep(0)
+        writer.write(ping * 10_000)
+        sent += 10_000
+        for _ in range(100):
+            await asyncio.sleep(0.001)
+            assert connection.transport.get_write_buffer_size() < 1 << 20
+        answered = 0
+        while answered < sent * len(pong):
+            answered += len(await reader.read(1 << 20))
+        writer.close()
+        await writer.wait_closed()
+
+
 async def test_a_client_that_vanishes_is_noticed(workers: Any) -> None:
     """Nothing ever says that it is gone: it does not answer a ping."""
     (worker,) = await workers("pod-0")
