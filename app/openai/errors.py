@@ -15,6 +15,17 @@ import msgspec
 Fault = Literal["client", "upstream", "internal"]
 Header = tuple[bytes, bytes]
 
+_CODES = {
+    401: "unauthorized",
+    403: "forbidden",
+    404: "not_found",
+    405: "method_not_allowed",
+    408: "request_timeout",
+    409: "conflict",
+    413: "body_too_large",
+    429: "rate_limit_exceeded",
+}
+"""Of errors that came without one."""
 _RETRY_SOON: tuple[Header, ...] = ((b"retry-after", b"1"),)
 
 
@@ -493,12 +504,12 @@ def internal() -> GatewayError:
 def from_status(status: int, message: str) -> GatewayError:
     """An envelope for a status that somebody else chose: the web framework, or a worker that answered without one."""
     client = status < 500
-    code = {400: "bad_request", 404: "not_found", 405: "method_not_allowed", 422: "bad_request"}.get(status)
+    code = _CODES.get(status)
     return GatewayError(
         400 if status == 422 else status,
         code or ("bad_request" if client else "internal_error"),
         message,
-        type="invalid_request_error" if client else "server_error",
+        type="rate_limit_error" if status == 429 else "invalid_request_error" if client else "server_error",
         fault="client" if client else "upstream",
     )
 

@@ -40,8 +40,8 @@ _NOT_UPSTREAM = _HOP_BY_HOP | {
     b"cookie",
     REQUEST_ID,
 }
-# The gateway's server adds its own date; the length is that of what the gateway sends.
-_NOT_DOWNSTREAM = _HOP_BY_HOP | {b"content-length", b"date", b"server", PROCESSING_MS, REQUEST_ID}
+# The gateway's server adds its own date; the length is that of what the gateway sends; a worker has no sessions.
+_NOT_DOWNSTREAM = _HOP_BY_HOP | {b"content-length", b"date", b"server", b"set-cookie", PROCESSING_MS, REQUEST_ID}
 _OURS = HEADER_REQUEST_ID.encode()
 _NOTES_WANTED = b"%b: 1\r\n" % HEADER_STREAM.encode()
 _SAFE_ID = re.compile(rb"[A-Za-z0-9._:+/=-]{1,128}")

@@ -45,6 +45,8 @@ CASES: list[tuple[GatewayError, int, str, dict[bytes, bytes]]] = [
     (errors.internal(), 500, "internal_error", {}),
     (errors.task_not_served("m", "/v1/embeddings"), 404, "task_not_served", {}),
     (errors.from_status(422, "why"), 400, "bad_request", {}),
+    (errors.from_status(429, "why"), 429, "rate_limit_exceeded", {}),
+    (errors.from_status(401, "why"), 401, "unauthorized", {}),
     (errors.from_status(418, "why"), 418, "bad_request", {}),
     (errors.from_status(502, "why"), 502, "internal_error", {}),
 ]

@@ -117,3 +117,8 @@ def test_a_stream_is_neither_cached_nor_buffered() -> None:
 def test_token_notes_are_asked_for_where_a_stream_is() -> None:
     lines = upstream_headers([], length=0, client_id=b"c", gateway_id=b"g", streaming=True)
     assert lines.endswith(b"x-hotspare-stream: 1\r\n")
+
+
+def test_a_workers_cookies_are_not_passed_on() -> None:
+    kept = downstream_headers([(b"set-cookie", b"a=b"), (b"x-kept", b"1")], request_id=b"r")
+    assert kept == [(b"x-kept", b"1"), (b"x-request-id", b"r")]
