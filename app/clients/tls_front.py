@@ -22,6 +22,9 @@ from app.clients.protocol import ClientProtocol
 SHUTDOWN_SECONDS = 2.0
 """How long a client may take to say goodbye in TLS when its connection is closed."""
 
+WRITE_BUFFER_BYTES = 64 * 1024
+"""As without TLS. The loop's own limit for TLS is 512 KiB, which a slow reader would hold besides the socket's."""
+
 
 class TlsFront(asyncio.Protocol):
     """Stands among uvicorn's connections during the handshake, so that its shutdown ends it, too."""
@@ -84,6 +87,7 @@ class TlsFront(asyncio.Protocol):
             return
         client = self._client
         client.socket_transport = raw
+        transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
         transport.set_protocol(client)
         client.connection_made(transport)
         if self._early:

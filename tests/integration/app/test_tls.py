@@ -20,6 +20,7 @@ from app.cli.door import trust_only
 from app.cli.observe import ask_gateway
 from app.cli.reports import Absence, GatewayReport
 from app.cli.run_dir import GatewayFile
+from app.clients.protocol import ClientProtocol
 from app.security import watched_files
 from tests.integration.app.conftest import Running, read_response, run_gateway, until
 from tests.integration.app.fake_worker import DONE, FakeWorker, answers, event, streams_then_waits
@@ -224,6 +225,20 @@ async def test_a_client_that_goes_is_noticed(workers: Callable[..., Any], pair: 
             await reader.readuntil(b'"a"')
             writer.transport.abort()
             await worker.calls[0].closed.wait()
+
+
+async def test_a_slow_reader_holds_no_more_than_without_tls(workers: Callable[..., Any], pair: Pair) -> None:
+    """The loop's own limit for TLS is eight times the other's."""
+    worker = await only(workers)
+    async with run_tls(worker, pair=pair) as gateway:
+        _, writer = await connect(gateway, trust_only(pair.certificate))
+        await gateway.until(
+            lambda: any(isinstance(one, ClientProtocol) for one in gateway.server.server_state.connections)
+        )
+        for one in gateway.server.server_state.connections:
+            if isinstance(one, ClientProtocol):
+                assert one.transport.get_write_buffer_limits()[1] == 64 * 1024
+        writer.transport.abort()
 
 
 async def test_a_slow_reader_gets_its_last_byte_while_the_gateway_drains(
