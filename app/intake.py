@@ -30,7 +30,7 @@ from app.openai.errors import (
 from app.openai.surface import RESUME_CONTENT_TYPE, RelayRoute
 from app.relay.downstream import Downstream, send_error
 from app.relay.exchange import Exchange, Relay
-from app.relay.headers import client_request_id, find
+from app.relay.headers import client_request_id
 from app.relay.relayed import RelayRequest, Report
 from app.security.credentials import ApiKeys
 from app.telemetry.access_log import AccessLog
@@ -44,6 +44,7 @@ logger = logging.getLogger(__name__)
 
 INLINE_BYTES = 256 * 1024
 """So much of a compressed body is decoded on the event loop: about a millisecond's work."""
+_JUDGED = frozenset((b"content-type", b"content-encoding", b"content-length"))
 CLIENT_CLOSED_REQUEST = 499
 """The status under which a request counts whose client left before its head was sent (nginx's convention)."""
 
@@ -55,14 +56,20 @@ def check_headers(headers: list[Header], max_body_bytes: int) -> str:
         GatewayError: 413 or 415.
     """
     codings: list[str] = []
+    length = b""
     for name, value in headers:
-        if name == b"content-type" and RESUME_CONTENT_TYPE in value.lower():  # wherever: readers differ about doublets
-            raise unsupported_media_type(RESUME_CONTENT_TYPE.decode())
-        if name == b"content-encoding" and (coding := coding_of(value)):
+        if name not in _JUDGED:
+            continue
+        if name == b"content-length":
+            length = length or value
+        elif name == b"content-type":
+            if RESUME_CONTENT_TYPE in value.lower():  # wherever: readers differ about doublets
+                raise unsupported_media_type(RESUME_CONTENT_TYPE.decode())
+        elif coding := coding_of(value):
             codings.append(coding)
     if len(codings) > 1:
         raise unsupported_encoding(", ".join(codings), CODINGS)
-    length = (find(headers, b"content-length") or b"").strip().lstrip(b"0")
+    length = length.strip().lstrip(b"0")
     if length.isdigit() and (len(length) > 18 or int(length) > max_body_bytes):
         raise body_too_large(max_body_bytes)
     return codings[0] if codings else ""

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from app.fleet.registry import Replica, WorkerRegistry
@@ -51,6 +51,14 @@ class RelayLimits:
     keepalive: float
     attempts: int
     max_held_bytes: int
+    first_look: float = field(init=False)
+    """When a new request's deadlines are looked at first."""
+    first_look_streaming: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        whole = min(self.first_byte, self.stall, LONGEST_TIMER_SECONDS)
+        object.__setattr__(self, "first_look", max(0.001, whole))
+        object.__setattr__(self, "first_look_streaming", max(0.001, min(whole, max(self.keepalive, 0.05))))
 
 
 class Relay:
@@ -181,7 +189,9 @@ class Exchange:
             gateway_id=request.gateway_id,
             streaming=request.streaming,
         )
-        self._arm()
+        limits = self._limits
+        due = limits.first_look_streaming if request.streaming else limits.first_look
+        self._timer = asyncio.get_running_loop().call_later(due, self._tick)
         self._downstream.observe(self)
         if self._ended:
             return
