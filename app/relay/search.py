@@ -104,19 +104,21 @@ class Search:
         Raises:
             GatewayError: 404 ``model_not_found``, or 400 ``model_required``.
         """
-        if self._held is not None:
-            return self._held
+        held = self._held
+        if held is not None:
+            return held
         now = time.monotonic()
         self.since = self.since or now
         if self._queue.waiting:
             self._queue.hand_out()  # those first whose time has just come
         if not self._model and self._registry.mixed:
             raise model_required(sorted(self._registry.known_models()))
-        if not self._take(now) and self._registry.is_unknown(self._model):
+        found = self._take(now)
+        if found is None and self._registry.is_unknown(self._model):
             raise model_not_found(self._model)
-        return self._held
+        return found
 
-    def _take(self, now: float) -> bool:
+    def _take(self, now: float) -> Replica | None:
         """Take a place, if there is one for this request."""
         candidates = self._registry.candidates(self._model)
         if self._broken or self._resting:
@@ -125,13 +127,16 @@ class Search:
                 found = self._router.select(candidates, lambda r: self._accepts(r, now), group=self._model)
         else:
             found = self._router.select(candidates, lambda r: r.room.open(now), group=self._model)
-        if found is None:
-            return False
-        found.room.take(now)
-        self._queue.load(self._model).served.began(now)
-        self._held = found
-        self._new = False
-        return True
+        if found is not None:
+            found.room.take(now)
+            self._queue.load(self._model).served.began(now)
+            self._held = found
+            self._new = False
+        return found
+
+    def _takes(self, now: float) -> bool:
+        """The same, for the line."""
+        return self._take(now) is not None
 
     def _prefers(self, replica: Replica, now: float) -> bool:
         """Whether to try this one before others."""
@@ -230,7 +235,7 @@ class Search:
         if self.until <= now:
             raise self._in_vain()
         loop = asyncio.get_running_loop()
-        waiter = Waiter(self._order, self._model, self._take, loop.create_future())
+        waiter = Waiter(self._order, self._model, self._takes, loop.create_future())
         self._queue.enter(waiter, new=self._new)
         self._new = False
         self._in_line, self._in_line_since = waiter, now
