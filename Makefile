@@ -2,7 +2,7 @@
 # ARGS goes to the program behind a target: make up ARGS="--pods 2", make test ARGS="-k drain".
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test up check test bench-peers gpu lock format clean
+.PHONY: help setup setup-test up check test compile bench-peers gpu lock format clean
 SHELL := /bin/bash
 
 BIN := .venv/bin
@@ -35,6 +35,9 @@ test: check ## everything that CI runs: check, then all other tests (ARGS: optio
 	$(BIN)/pytest tests/integration --numprocesses 4 --quiet $(ARGS) $(if $(ARGS),|| [ $$? = 5 ])
 	$(BIN)/pytest tests --ignore=tests/unit --ignore=tests/integration --numprocesses 2 --no-loadscope-reorder \
 		--durations=15 $(ARGS) $(if $(ARGS),|| [ $$? = 5 ])
+
+compile: setup-test ## compile the gateway's hot path (needs a C compiler); it is used from then on, until the sources change or make clean
+	$(BIN)/python scripts/compile.py
 
 bench-peers: ## install what `hotspare bench gateway --peers …` compares with: two routers into .peers/, and nginx
 	@scripts/bench_peers.sh

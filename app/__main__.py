@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from pydantic import ValidationError
 
+from app import compiled
 from app.exit_codes import BAD_CONFIGURATION
 from app.processes.listener import BACKLOG, bind
 from app.settings import GatewaySettings
@@ -168,11 +169,13 @@ def serve(
     on_forced_exit: Callable[[], None] | None = None,
 ) -> int:
     """Serve in this process until drained; returns the exit code. ``place``: it is one of several."""
-    from app.factory import create_app
-    from app.server import GatewayServer
     from app.telemetry.logs import configure_logging
 
     sink = configure_logging(settings.log_format, settings.log_level, with_pid=settings.processes > 1)
+    compiled.use()
+    from app.factory import create_app
+    from app.server import GatewayServer
+
     app = create_app(settings, sink, place)
     server = GatewayServer(app, on_listening=on_listening, on_forced_exit=on_forced_exit)
     # What is here now stays: the collector, which runs while requests wait, need not look at it again and again.

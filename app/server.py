@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 
 from uvicorn import Server
 
+from app import compiled
 from app.clients.config import ClientConfig
 from app.clients.protocol import ClientProtocol
 from app.clients.tls_front import TlsFront
@@ -126,6 +127,8 @@ class GatewayServer(Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        if compiled.used():
+            logger.info("the way of requests runs compiled")
         for listener in sockets or []:
             host, port = listener.getsockname()[:2]
             tls = self._gateway.access.tls

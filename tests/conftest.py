@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
+from app import compiled
+
 TESTS = Path(__file__).parent
+
+# With HOTSPARE_TEST_COMPILED=1 the tests run what `make compile` made. Here, because conftests further down import it.
+if os.environ.get("HOTSPARE_TEST_COMPILED") == "1" and not compiled.use():
+    raise pytest.UsageError("the compiled modules are not there or do not fit the sources: make compile")
 
 
 class _ByPlace(LoadScopeScheduling):

@@ -27,6 +27,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from app import compiled
 from app.discovery.follower import Discovery
 from app.drain import DrainStage
 from app.fleet.liveness import WorkerState
@@ -217,12 +218,12 @@ class GatewayMetrics:
             buckets=_LAG_SECONDS,
             registry=own,
         )
-        build = Gauge("hotspare_build_info", "1, with what runs here.", ["version", "python"], registry=own)
+        build = Gauge("hotspare_build_info", "1, with what runs here.", ["version", "python", "compiled"], registry=own)
         self.version = _version()
         self._spans = Counter(
             "hotspare_spans", "Spans of the traces that were sent, or lost.", ["outcome"], registry=own
         )
-        build.labels(self.version, platform.python_version()).set(1)
+        build.labels(self.version, platform.python_version(), str(compiled.used()).lower()).set(1)
         self._discovery_up = Gauge(
             "hotspare_discovery_up", "Whether the source of worker addresses works.", registry=own
         )

@@ -70,7 +70,8 @@ async def test_requests_count_under_route_model_and_status() -> None:
 
 async def test_the_process_and_the_build_are_described() -> None:
     said = await text(GatewayMetrics())
-    assert re.search(r'^hotspare_build_info\{python="3\.\d+\.\d+",version=".+"\} 1\.0$', said, re.MULTILINE)
+    build = r'^hotspare_build_info\{compiled="(true|false)",python="3\.\d+\.\d+",version=".+"\} 1\.0$'
+    assert re.search(build, said, re.MULTILINE)
     for name in ("cpu_seconds_total", "open_fds", "resident_memory_bytes", "start_time_seconds"):
         assert re.search(rf"^process_{name} [0-9.e+]+$", said, re.MULTILINE), name
 

@@ -21,6 +21,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from app import compiled
 from app.cli.bench.gateway.children import Child, clean_environment
 from app.cli.bench.gateway.figures import DIRECT, OURS
 from app.cli.bench.system import BenchError
@@ -87,7 +88,8 @@ def _hotspare(_: Path) -> Gateway:
             *("--max-inflight", str(MAX_REQUESTS), "--log-format", "json"),
         )
 
-    return Gateway(OURS, metadata.version("hotspare"), command, guarded=True)
+    how = "compiled" if compiled.fit() else "interpreted"
+    return Gateway(OURS, f"{metadata.version('hotspare')} ({how})", command, guarded=True)
 
 
 def _secret(path: Path, value: str) -> Path:
