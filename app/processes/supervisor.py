@@ -88,8 +88,8 @@ class Supervisor:
         """Wait for something and see to it; whether there is more to come."""
         now = time.monotonic()
         for index, slot in enumerate(self._slots):
-            if slot.due_at is not None and slot.due_at <= now:
-                self._start(index)
+            if slot.due_at is not None and slot.due_at <= now and not self._start(index):
+                return False
         if self._over_at is not None and self._over_at <= now:
             logger.error("children did not end in time: killed")
             self._forced = True
@@ -104,25 +104,41 @@ class Supervisor:
 
     # Children
 
-    def _start(self, index: int) -> None:
+    def _start(self, index: int) -> bool:
+        """Start one; whether to go on. A machine that has no room for it (processes, memory, descriptors) is asked
+        again later, and costs the others nothing."""
         slot = self._slots[index]
         slot.due_at = None
-        read, write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        descriptor = self._listener.fileno()
-        place = [descriptor, write, os.getpid(), index, len(self._slots), self._folder]
         try:
-            popen = subprocess.Popen(
-                [sys.executable, "-m", "app.processes.child", *map(str, place), *self._arguments],
-                stdin=subprocess.DEVNULL,
-                pass_fds=(descriptor, write),
-                process_group=0,  # Ctrl-C is the supervisor's to pass on: twice would mean "at once"
-            )
-        finally:
-            os.close(write)
-        child = _Child(index, popen, os.pidfd_open(popen.pid), read, time.monotonic())
-        slot.child = child
-        self._selector.register(child.pidfd, selectors.EVENT_READ, lambda: self._ended(child))
-        self._selector.register(child.ready, selectors.EVENT_READ, lambda: self._spoke(child))
+            slot.child = self._spawn(index)
+        except OSError as error:
+            return self._again(index, 1, f"cannot be started: {error}", serves=False, lived=0.0)
+        return True
+
+    def _spawn(self, index: int) -> _Child:
+        with contextlib.ExitStack() as undo:
+            read, write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+            undo.callback(os.close, read)
+            descriptor = self._listener.fileno()
+            place = [descriptor, write, os.getpid(), index, len(self._slots), self._folder]
+            try:
+                popen = subprocess.Popen(
+                    [sys.executable, "-m", "app.processes.child", *map(str, place), *self._arguments],
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=(descriptor, write),
+                    process_group=0,  # Ctrl-C is the supervisor's to pass on: twice would mean "at once"
+                )
+            finally:
+                os.close(write)
+            undo.callback(popen.wait)
+            undo.callback(popen.kill)
+            child = _Child(index, popen, os.pidfd_open(popen.pid), read, time.monotonic())
+            undo.callback(os.close, child.pidfd)
+            self._selector.register(child.pidfd, selectors.EVENT_READ, lambda: self._ended(child))
+            undo.callback(self._selector.unregister, child.pidfd)
+            self._selector.register(child.ready, selectors.EVENT_READ, lambda: self._spoke(child))
+            undo.pop_all()
+        return child
 
     def _spoke(self, child: _Child) -> bool:
         if child.ready < 0:
@@ -149,16 +165,21 @@ class Supervisor:
             return True
         lived = time.monotonic() - child.started_at
         how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        if not child.serves:
+        return self._again(child.index, code, f"ended ({how}) after {lived:.1f} s", serves=child.serves, lived=lived)
+
+    def _again(self, index: int, code: int, what: str, *, serves: bool, lived: float) -> bool:
+        """There is no child in this place any more, or not yet; whether to go on."""
+        if not serves:
             self._failed_starts += 1
             serving = sum(other.child is not None and other.child.serves for other in self._slots)
             if hopeless(code, failed_starts=self._failed_starts, places=len(self._slots), serving=serving):
-                logger.error("process %d ended at its start (%s), and none serves: giving up", child.index, how)
+                logger.error("process %d %s, and none serves: giving up", index, what)
                 self._codes.append(code or 1)
                 return False
+        slot = self._slots[index]
         delay = slot.restarts.delay(lived)
         slot.due_at = time.monotonic() + delay
-        logger.error("process %d ended (%s) after %.1f s; the next one starts in %g s", child.index, how, lived, delay)
+        logger.error("process %d %s; the next one starts in %g s", index, what, delay)
         return True
 
     def _children(self) -> list[_Child]:
