@@ -65,20 +65,29 @@ class WatchedFiles:
 
     async def follow(self, reload: Callable[[], str]) -> None:
         """Call ``reload`` in a thread after each change, until cancelled. It returns what there is now, in words; with
-        a :class:`StartError` the old content stays in use, and that is said once."""
+        a :class:`StartError` the old content stays in use, and that is said once. After any other error, which is a
+        bug of ours or the machine's lack of something, it is tried again at the next look."""
         while True:
             await asyncio.sleep(LOOK_SECONDS)
-            seen = await asyncio.to_thread(signature, self._paths)
-            if seen == self._seen:
-                continue
-            self._seen = seen
             try:
-                logger.info("%s", await asyncio.to_thread(reload))
-                self._complained = ""
-            except StartError as error:
-                self._complain(str(error))
+                await self._look(reload)
+            except Exception as error:
+                self._complain(f"reading files again failed ({type(error).__name__}: {error})", trace=True)
 
-    def _complain(self, problem: str) -> None:
+    async def _look(self, reload: Callable[[], str]) -> None:
+        seen = await asyncio.to_thread(signature, self._paths)
+        if seen == self._seen:
+            return
+        try:
+            said = await asyncio.to_thread(reload)
+        except StartError as error:
+            self._complain(str(error))
+        else:
+            logger.info("%s", said)
+            self._complained = ""
+        self._seen = seen
+
+    def _complain(self, problem: str, *, trace: bool = False) -> None:
         if problem != self._complained:
             self._complained = problem
-            logger.error("%s; what was read before stays in use", problem)
+            logger.error("%s; what was read before stays in use", problem, exc_info=trace)

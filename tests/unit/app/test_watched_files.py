@@ -110,6 +110,40 @@ async def test_a_pipe_in_its_place_is_not_waited_for(tmp_path: Path) -> None:
         assert await follower.next() == "b"
 
 
+async def test_after_an_error_of_another_kind_it_is_tried_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "keys"
+    path.write_text("a")
+    files = WatchedFiles(path)
+    tries = 0
+    done = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def reload() -> str:
+        nonlocal tries
+        tries += 1
+        if tries <= 3:
+            raise RuntimeError("no room for another thread")
+        loop.call_soon_threadsafe(done.set)
+        return "read again"
+
+    path.write_text("ab")
+    following = asyncio.create_task(files.follow(reload))
+    async with asyncio.timeout(5):
+        await done.wait()
+        while len(caplog.records) < 1:  # noqa: ASYNC110  # a line follows what was read
+            await asyncio.sleep(0.001)
+    await asyncio.sleep(0.05)  # time for more looks, none of which may see anything
+    following.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await following
+    assert tries == 4
+    (said,) = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert "RuntimeError: no room for another thread); what was read before stays in use" in said.getMessage()
+    assert said.exc_info is not None
+
+
 def test_what_cannot_be_read_is_a_sentence(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     for prepare, said in (
