@@ -63,6 +63,8 @@ class ClientProtocol(ClientOutput):
         self._head_seconds = self.shared.head_seconds
         self._direct = self.shared.direct
         self._room = Room.FREE
+        self.entered: Room | None = None
+        """Where it was counted among the connections before it was ours: the room it has."""
         self._connections = self.shared.connections
         self._head_timer: asyncio.TimerHandle | None = None
         self._head_open = False
@@ -100,7 +102,7 @@ class ClientProtocol(ClientOutput):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._room = self._connections.enter()
+        self._room = self.entered or self._connections.enter()
         if self._room is Room.NONE:
             self._refused = True
             transport.abort()

@@ -17,6 +17,7 @@ from uvicorn import Config
 from uvicorn.server import ServerState
 
 from app.clients.config import ClientConfig
+from app.clients.connections import SURPLUS_HEAD_SECONDS, Room
 from app.clients.protocol import ClientProtocol
 
 SHUTDOWN_SECONDS = 2.0
@@ -27,7 +28,8 @@ WRITE_BUFFER_BYTES = 64 * 1024
 
 
 class TlsFront(asyncio.Protocol):
-    """Stands among uvicorn's connections during the handshake, so that its shutdown ends it, too."""
+    """Stands among uvicorn's connections during the handshake, so that its shutdown ends it, too. It counts from its
+    first moment: the room it got then is its client's."""
 
     def __init__(
         self,
@@ -42,6 +44,7 @@ class TlsFront(asyncio.Protocol):
         self._seconds = config.handshake_seconds
         self._client = ClientProtocol(config, server_state, app_state, _loop)
         self._connections = cast("set[object]", server_state.connections)
+        self._count = config.connections
         self._tasks = server_state.tasks
         self._early: list[bytes] = []
         """Came before TLS was there; later, with the end of the handshake."""
@@ -52,6 +55,13 @@ class TlsFront(asyncio.Protocol):
         if self._raw is not None:
             return
         self._raw = cast(asyncio.Transport, transport)
+        room = self._client.entered = self._count.enter()
+        if room is Room.NONE:
+            self._count.leave()
+            self._raw.abort()
+            return
+        if room is Room.SURPLUS:
+            self._seconds = min(self._seconds, SURPLUS_HEAD_SECONDS)
         self._connections.add(self)
         task = asyncio.get_running_loop().create_task(self._shake_hands(self._raw))
         self._tasks.add(task)
@@ -82,6 +92,7 @@ class TlsFront(asyncio.Protocol):
         finally:
             self._connections.discard(self)
             if transport is None or self._lost:
+                self._count.leave()
                 raw.abort()
         if transport is None or self._lost:
             return

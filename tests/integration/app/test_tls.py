@@ -174,6 +174,42 @@ async def test_who_does_not_shake_hands_is_let_go_and_holds_nobody_up(workers: C
         await gateway.until(lambda: len(gateway.server.server_state.connections) == 1)
 
 
+async def test_who_does_not_shake_hands_counts_among_the_connections(
+    workers: Callable[..., Any], pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.clients.tls_front.SURPLUS_HEAD_SECONDS", 0.5)
+    monkeypatch.setattr("app.clients.connections.SURPLUS", 8)
+    async with (
+        run_tls(await only(workers), pair=pair, max_connections=1, tls_handshake_timeout_seconds=60) as gateway,
+        asyncio.timeout(20),
+    ):
+        count = gateway.server.config.connections
+        first, first_writer = await gateway.raw(b"")
+        await gateway.until(lambda: count.open == 1)
+        async with client(gateway, pair) as https:  # one too many: it learns so, and may ask whether we live
+            answer = await https.get("/v1/models")
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "too_many_connections")
+            assert (await https.get("/live")).status_code == 200
+        await gateway.until(lambda: count.open == 1)
+        silent = [await gateway.raw(b"") for _ in range(8)]
+        await gateway.until(lambda: count.open == 9)
+        reader, writer = await gateway.raw(b"")
+        assert await ended(reader) == b""  # closed unheard
+        writer.close()
+        for reader, writer in silent:  # a surplus one has less time
+            assert await ended(reader) == b""
+            writer.close()
+        await gateway.until(lambda: count.open == 1)
+        assert not first.at_eof()
+        first_writer.close()
+        await gateway.until(lambda: count.open == 0)
+        async with client(gateway, pair) as https:
+            for _ in range(2):
+                assert (await https.get("/v1/models")).status_code == 200
+            assert count.open == 1
+        await gateway.until(lambda: count.open == 0)
+
+
 async def ended(reader: asyncio.StreamReader) -> bytes:
     try:
         return await reader.read()
