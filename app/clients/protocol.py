@@ -343,12 +343,16 @@ class ClientProtocol(ClientOutput):
         return True
 
     def on_response_complete(self) -> None:
-        super().on_response_complete()
-        if self._ahead and not self.pipeline:
-            self.loop.call_soon(self._read_on)
-        if self._ending:
-            self._refused = True  # what follows is no request
-            self._unset_keepalive_if_required()
+        if not self._ending:
+            super().on_response_complete()
+            if self._ahead and not self.pipeline:
+                self.loop.call_soon(self._read_on)
+            return
+        self._refused = True  # what follows is no request, and what waits for its turn does not get one
+        self._ahead = b""
+        self.server_state.total_requests += 1
+        if not self.transport.is_closing():
+            self.flow.resume_reading()
             self.close_slowly()
 
     def tell_when_written(self, cycle: DirectCycle) -> None:
