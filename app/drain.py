@@ -18,6 +18,7 @@ from enum import StrEnum
 from typing import Final, Protocol
 
 from app.admission import AdmissionController
+from app.each import each
 from app.openai.errors import GatewayError, drain_overran
 from app.telemetry.logs import fields
 
@@ -111,9 +112,7 @@ class Drain:
         progress = self._progress
         progress.stage, progress.deadline = DrainStage.WAITING, started + self._timeout
         logger.info("%s: draining %s, at most %g s", reason, self._left(), self._timeout, extra=self._fields())
-        self._sessions.drain()
-        for connection in self._connections():
-            connection.last_answer()
+        each([self._sessions.drain, *(connection.last_answer for connection in self._connections())])
         self._report_later()
         try:
             async with asyncio.timeout(self._timeout):
@@ -145,7 +144,7 @@ class Drain:
                 await self._until_idle()
             return True
         except TimeoutError:
-            unread = sum([connection.cut() for connection in list(self._connections())])
+            unread = sum(each([connection.cut for connection in self._connections()]))
         logger.warning("closed on clients that did not take their answers: %d", unread, extra=fields(unread=unread))
         try:
             async with asyncio.timeout(UNWINDING_SECONDS):

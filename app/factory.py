@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
@@ -28,6 +29,7 @@ from app.discovery.follower import Discovery
 from app.discovery.kubernetes import KubernetesSource
 from app.discovery.sources import DnsSource, FileSource, Source, StaticSource
 from app.drain import DrainProgress
+from app.each import each
 from app.fleet.registry import WorkerRegistry
 from app.fleet.routing import RoundRobinRouter
 from app.intake import Intake, RequestIds
@@ -87,10 +89,9 @@ class Gateway:
 
     def interrupt_all(self, error: GatewayError) -> int:
         """End every admitted request with this error; returns how many there were. Sessions close once theirs have."""
-        intake = self.intake
-        cut = sum(part.interrupt_all(error) for part in (intake.uploads, intake.decoders, self.relay))
-        self.sessions.hasten()
-        self.metrics.drain_cut(cut)
+        parts = (self.intake.uploads, self.intake.decoders, self.relay)
+        cut = sum(each([partial(part.interrupt_all, error) for part in parts]))
+        each([self.sessions.hasten, lambda: self.metrics.drain_cut(cut)])
         return cut
 
 

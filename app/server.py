@@ -176,6 +176,9 @@ class GatewayServer(Server):
         try:
             if not await drain.run(reason):
                 self.exit_code = OVERRAN
+        except Exception:
+            logger.exception("the drain failed: leaving without it")
+            self.exit_code = OVERRAN
         finally:
             gateway.lifecycle.fire(LifecycleEvent.DRAINED)
             self.should_exit = True

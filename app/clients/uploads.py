@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Final
 
+from app.each import each
 from app.openai.errors import GatewayError, body_stalled, body_too_slow
 
 LEAST_BYTES: Final = 1024
@@ -16,12 +18,13 @@ LEAST_BYTES: Final = 1024
 class Upload:
     """A body that somebody waits for without a coroutine. :meth:`end` it when it is there, or not wanted."""
 
-    __slots__ = ("_before", "_ends", "_loop", "_received", "_seconds", "_timer", "_uploads", "refuse")
+    __slots__ = ("_before", "_ends", "_loop", "_received", "_refuse", "_refused", "_seconds", "_timer", "_uploads")
 
     def __init__(
         self, uploads: Uploads, seconds: float, received: Callable[[], int], refuse: Callable[[GatewayError], None]
     ) -> None:
-        self.refuse = refuse
+        self._refuse = refuse
+        self._refused = False
         self._uploads = uploads
         self._seconds = seconds
         self._received = received
@@ -29,6 +32,12 @@ class Upload:
         self._loop = asyncio.get_running_loop()
         self._ends = self._loop.time() + seconds
         self._timer = self._loop.call_later(min(seconds, uploads.stall_seconds), self._look)
+
+    def refuse(self, error: GatewayError) -> None:
+        """Once: in one turn of the loop, its time may be over and a drain's."""
+        if not self._refused:
+            self._refused = True
+            self._refuse(error)
 
     def end(self) -> None:
         self._timer.cancel()
@@ -97,6 +106,5 @@ class Uploads:
         """End every upload with this error, those too that have yet to begin; returns how many were running."""
         self._over = error
         expected = list(self._expected)
-        for upload in expected:
-            self._interrupt(upload, error)
+        each([partial(self._interrupt, upload, error) for upload in expected])
         return len(expected)

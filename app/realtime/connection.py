@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
 from app.clients.asgi import Receive, Send
+from app.each import each
 from app.intake import Arrival
 from app.lifecycle import LifecycleMachine
 from app.openai.chat_stream import decode_chunk
@@ -322,12 +323,10 @@ class RealtimeSessions:
             self._connections.discard(connection)
 
     def drain(self) -> None:
-        for connection in list(self._connections):
-            connection.drain()
+        each([connection.drain for connection in self._connections])
 
     def hasten(self) -> None:
-        for connection in list(self._connections):
-            connection.hasten()
+        each([connection.hasten for connection in self._connections])
 
     async def wait_closed(self) -> None:
         """Return once there is no session. The caller sets the deadline."""

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
-from app.drain import DrainStage
+from app.clients.uploads import Uploads
+from app.drain import Drain, DrainStage
 from app.lifecycle import Lifecycle
+from app.openai.errors import GatewayError
 from tests.integration.app.conftest import Running, read_response, run_gateway
 from tests.integration.app.fake_worker import (
     DONE,
@@ -260,3 +262,36 @@ async def test_all_that_is_promised_to_one_that_waits_in_line(workers: Any) -> N
         assert await reader.read() == b""
         writer.close()
         late_writer.close()
+
+
+async def test_a_drain_that_fails_says_so(
+    workers: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fail(drain: Drain, reason: str) -> bool:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(Drain, "run", fail)
+    (worker,) = await workers("pod-0")
+    async with run_gateway(worker) as running:
+        running.server.request_drain()
+        async with asyncio.timeout(5):
+            await running.task
+    assert running.server.exit_code == 70
+    (said,) = [line for line in caplog.records if line.levelno == logging.ERROR]
+    assert "the drain failed" in said.getMessage()
+    assert said.exc_info is not None
+
+
+async def test_a_bug_in_one_part_leaves_no_request_uninterrupted(workers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(uploads: Uploads, error: GatewayError) -> int:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(Uploads, "interrupt_all", fail)
+    (worker,) = await workers("pod-0")
+    worker.will(streams_then_waits(event("a")))
+    async with run_gateway(worker, drain_timeout_seconds=0.1) as running, running.stream() as answer:
+        pieces = answer.aiter_raw()
+        assert await anext(pieces) == event("a")
+        running.server.request_drain()
+        assert b'"code":"draining"' in b"".join([piece async for piece in pieces])
+        await ends(running)

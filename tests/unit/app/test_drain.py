@@ -52,6 +52,7 @@ class Bench:
         self.admission = AdmissionController(LifecycleMachine(), limit=9)
         self.progress = DrainProgress()
         self.connection = FakeConnection(stuck=stuck)
+        self.connections = [self.connection]
         self.sessions = FakeSessions()
         self.interrupted: list[GatewayError] = []
         self.tokens: list[InflightToken] = []
@@ -63,7 +64,7 @@ class Bench:
             timeout=timeout,
             write_timeout=9,
             interrupt_all=self.interrupt_all,
-            connections=lambda: [self.connection],
+            connections=lambda: self.connections,
         )
 
     def interrupt_all(self, error: GatewayError) -> int:
@@ -146,6 +147,55 @@ async def test_a_request_that_does_not_end_is_reported() -> None:
     bench.obedient = False
     assert not await bench.drain.run("x")
     assert bench.progress.stage is DrainStage.DONE
+
+
+async def test_one_that_fails_leaves_none_untold(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(FakeConnection):
+        def last_answer(self) -> None:
+            raise RuntimeError("a bug")
+
+        def cut(self) -> bool:
+            raise RuntimeError("another bug")
+
+    bench = Bench(timeout=0.01, stuck=True)
+    bench.connections.insert(0, Broken())
+    bench.sessions.drain = bench.connections[0].last_answer  # type: ignore[method-assign]
+    assert await bench.drain.run("x")
+    assert bench.connection.told == 1
+    assert bench.connection.stuck.is_set()
+    assert caplog.text.count("RuntimeError: a bug") == 2
+    assert "another bug" in caplog.text
+
+
+async def test_an_upload_that_fails_leaves_none_uninterrupted() -> None:
+    def fail(error: GatewayError) -> None:
+        raise RuntimeError("a bug")
+
+    uploads = Uploads(stall_seconds=60)
+    told: list[GatewayError] = []
+    error = GatewayError(503, "draining", "x", type="server_error", fault="internal", retryable=True)
+    expected = [uploads.expect(60, lambda: 0, refuse) for refuse in (fail, told.append, fail, told.append)]
+    assert uploads.interrupt_all(error) == 4
+    assert told == [error, error]
+    for upload in expected:
+        upload.end()
+
+
+async def test_an_upload_whose_time_is_over_in_the_moment_of_the_cut_is_refused_once() -> None:
+    uploads = Uploads(stall_seconds=60)
+    draining = GatewayError(503, "draining", "x", type="server_error", fault="internal", retryable=True)
+
+    async def read() -> None:
+        async with uploads.within(60, lambda: 0):
+            (upload,) = uploads._expected
+            upload._ends = 0
+            upload._look()
+            assert uploads.interrupt_all(draining) == 1
+            await asyncio.Event().wait()
+
+    with pytest.raises(GatewayError) as caught:
+        await read()
+    assert caught.value.code == "request_timeout"
 
 
 async def test_uploads_end_with_the_drain_and_later_ones_never_begin() -> None:
