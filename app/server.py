@@ -183,8 +183,9 @@ class GatewayServer(Server):
             gateway.lifecycle.fire(LifecycleEvent.DRAINED)
             self.should_exit = True
 
-    def _connections(self) -> list[ClientProtocol]:
-        return [connection for connection in self.server_state.connections if isinstance(connection, ClientProtocol)]
+    def _connections(self) -> list[ClientProtocol | WebSocketProtocol]:
+        found: set[object] = set(self.server_state.connections)
+        return [connection for connection in found if isinstance(connection, ClientProtocol | WebSocketProtocol)]
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """What uvicorn does, without its pauses: whatever had to be waited for has been, by the drain."""

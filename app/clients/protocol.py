@@ -175,10 +175,11 @@ class ClientProtocol(ClientOutput):
 
     def _upgrade(self, rest: bytes) -> None:
         """The connection is a WebSocket's from here on. ``rest``: what came with the head."""
-        self.connections.discard(self)
         protocol = WebSocketProtocol(self.config, self.server_state, self.app_state)
+        protocol.socket_transport = self.socket_transport
         try:
             protocol.take_over(self.transport, self.url, self.headers, rest)
+            self.connections.discard(self)
             self._refused = True  # nothing that follows is for us
             self._connections.leave()  # sessions have a limit of their own
         except GatewayError as error:

@@ -70,6 +70,8 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         super().__init__(config, server_state, app_state, _loop)
         self.conn = _Handshakes(max_size=config.ws_max_size, logger=self.logger)
         self._lost: asyncio.Future[None] = self.loop.create_future()
+        self.socket_transport: asyncio.Transport | None = None
+        """The one under ``transport``, where that one is TLS."""
 
     def take_over(
         self, transport: asyncio.Transport, target: bytes, headers: Sequence[Header], rest: bytes = b""
@@ -77,18 +79,19 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         """Go on with a connection whose head was read already. ``rest``: what came after it.
 
         Raises:
-            GatewayError: it is to be refused; the transport is still to be closed.
+            GatewayError: it is to be refused; the transport is the caller's as before.
         """
         if max(len(target), *(len(name) + len(value) for name, value in headers)) > MAX_LINE_BYTES:
             raise head_too_large(MAX_LINE_BYTES)
         if len(headers) > MAX_HEADERS:
             raise malformed_request(f"a handshake has at most {MAX_HEADERS} headers")
         self.connection_made(transport)
-        transport.set_protocol(self)
         lines = [b"%b: %b\r\n" % header for header in headers]
         self.data_received(b"GET %b HTTP/1.1\r\n%b\r\n%b" % (target, b"".join(lines), rest))
         if not self.handshake_initiated:
+            self.connections.discard(self)
             raise malformed_request("a header of the handshake is not one")
+        transport.set_protocol(self)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -135,9 +138,12 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         await asyncio.wait([self._lost], timeout=min(patience, GOODBYE_SECONDS))
 
     def cut(self) -> bool:
-        unread = not self._lost.done() and self.transport.get_write_buffer_size() > 0
+        if self._lost.done():
+            return False
+        under = self.socket_transport
+        unsent = self.transport.get_write_buffer_size() + (0 if under is None else under.get_write_buffer_size())
         self.transport.abort()
-        return unread
+        return unsent > 0
 
     def keepalive_timeout(self) -> None:
         super().keepalive_timeout()

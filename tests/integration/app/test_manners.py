@@ -255,6 +255,43 @@ async def test_more_connections_than_there_may_be(workers: Any) -> None:
         writer.close()
 
 
+async def test_a_surplus_connection_is_answered_once_in_a_pipeline_too(
+    workers: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    (worker,) = await workers("pod-0")
+    async with run_gateway(worker, max_connections=1) as running, asyncio.timeout(10):
+        _, first = await running.raw(b"")
+        await running.until(lambda: len(running.server.server_state.connections) == 1)
+        live = b"GET /live HTTP/1.1\r\nhost: g\r\n\r\n"
+        for next_one in (live, POST + b"\r\n" + BODY):
+            reader, writer = await running.raw(live + next_one + live)
+            status, headers, _ = await read_response(reader)
+            assert (status, headers["connection"]) == (200, "close")
+            assert await reader.read() == b""
+            writer.close()
+        await running.until(lambda: len(running.server.server_state.connections) == 1)
+        await running.until(lambda: not running.server.server_state.tasks)
+        assert running.gateway.admission.inflight == 0
+        first.close()
+    assert worker.calls == []
+    assert [line.getMessage() for line in caplog.records if line.levelname == "ERROR"] == []
+
+
+async def test_a_handshake_that_fails_leaves_no_connection_counted(
+    workers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.clients.websocket.MAX_HEADERS", 1000)  # what its own parser refuses is reached, too
+    (worker,) = await workers("pod-0")
+    head = b"GET /v1/realtime?model=tiny HTTP/1.1\r\nhost: g\r\nconnection: upgrade\r\nupgrade: websocket\r\n%b\r\n"
+    async with run_gateway(worker) as running, asyncio.timeout(10):
+        for line in (b"x: \x01\r\n", b"x: y\r\n" * 130, b"x: %b\r\n" % (b"y" * 9000), b""):
+            reader, writer = await running.raw(head % line)
+            assert (await reader.read()).startswith(b"HTTP/1.1 4")
+            writer.close()
+        await running.until(lambda: not running.server.server_state.connections)
+        assert (await connections(running))[0] == 1  # who asks
+
+
 CURL = pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
 
 

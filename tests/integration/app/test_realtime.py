@@ -6,9 +6,11 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import ssl
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +21,8 @@ from starlette.testclient import TestClient, WebSocketDenialResponse
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
+from app.cli.door import trust_only
+from app.clients.websocket import WebSocketProtocol
 from app.factory import create_app
 from app.lifecycle import Lifecycle
 from app.settings import GatewaySettings
@@ -35,6 +39,7 @@ from tests.integration.app.fake_worker import (
     streams,
     streams_then_waits,
 )
+from tests.support.certificates import make_pair
 
 ServerEvent: TypeAdapter[Any] = TypeAdapter(RealtimeServerEvent)
 SAID: Any = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hi"}]}
@@ -93,9 +98,11 @@ class Plain:
 
 
 @asynccontextmanager
-async def plain(running: Running, *, query: str = f"model={MODEL}", **options: Any) -> AsyncIterator[Plain]:
-    url = f"ws://127.0.0.1:{running.port}/v1/realtime?{query}"
-    async with connect(url, proxy=None, **options) as socket:
+async def plain(
+    running: Running, *, query: str = f"model={MODEL}", tls: ssl.SSLContext | None = None, **options: Any
+) -> AsyncIterator[Plain]:
+    url = f"{'ws' if tls is None else 'wss'}://127.0.0.1:{running.port}/v1/realtime?{query}"
+    async with connect(url, proxy=None, ssl=tls, **options) as socket:
         session = Plain(socket)
         assert (await session.read())["type"] == "session.created"
         yield session
@@ -603,13 +610,13 @@ async def endless(call: Call) -> None:
 
 
 @asynccontextmanager
-async def stuck(running: Running) -> AsyncIterator[tuple[Plain, Any]]:
+async def stuck(running: Running, tls: ssl.SSLContext | None = None) -> AsyncIterator[tuple[Plain, Any]]:
     """A client that can be made to read nothing, and the gateway's side of it. Little fits between the two."""
     narrow = socket.socket()
     narrow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     narrow.setblocking(False)
     await asyncio.get_running_loop().sock_connect(narrow, ("127.0.0.1", running.port))
-    async with plain(running, max_queue=1, ping_interval=None, sock=narrow) as session:
+    async with plain(running, max_queue=1, ping_interval=None, sock=narrow, tls=tls) as session:
         (connection,) = running.gateway.sessions._connections
         yield session, connection
         await until(lambda: connection.paused, 20)
@@ -764,6 +771,78 @@ async def test_drain_does_not_wait_for_a_client_that_does_not_answer_its_close(w
             await running.task
         assert running.server.exit_code == 0
         writer.close()
+
+
+# Over TLS
+
+
+async def test_over_tls(workers: Any, tmp_path: Path) -> None:
+    """A response, a client that reads nothing, a drain."""
+    (worker,) = await workers("pod-0")
+    pair = make_pair(tmp_path / "tls")
+    trusted = trust_only(pair.certificate)
+    limits: dict[str, Any] = {"client_write_timeout_seconds": 0.5, "max_realtime_conversation_bytes": 1 << 30}
+    limits |= {"tls_certificate": str(pair.certificate), "tls_key": str(pair.key), "drain_timeout_seconds": 5}
+    async with run_gateway(worker, **limits) as running:
+        async with plain(running, tls=trusted) as session:
+            await session.ask()
+            assert (await session.until("response.done"))[0]["response"]["status"] == "completed"
+        await gone(running)
+        worker.will(endless)
+        async with stuck(running, trusted) as (session, _):
+            await session.ask()
+            await session.until("response.output_text.delta")
+            session.socket.transport.pause_reading()
+            # What the socket does not take waits behind TLS, too: little of it.
+            server = side(running, session)
+            await until(lambda: unsent(server)[1] > 0, 20)
+            assert sum(unsent(server)) < 1 << 20
+        await running.until(lambda: running.gateway.admission.inflight == 0)
+        await running.until(worker.calls[1].writer.is_closing)
+        await gone(running)
+        async with plain(running, tls=trusted) as session:
+            running.server.request_drain()
+            assert (await session.read())["error"]["code"] == "draining"
+            assert await session.close_code() == 1001
+        async with asyncio.timeout(5):
+            await running.task
+        assert running.server.exit_code == 0
+
+
+def side(running: Running, session: Plain) -> WebSocketProtocol:
+    """The gateway's side of it."""
+    address = session.socket.transport.get_extra_info("sockname")
+    (found,) = [
+        connection
+        for connection in running.server.server_state.connections
+        if isinstance(connection, WebSocketProtocol) and connection.client == address
+    ]
+    return found
+
+
+def unsent(server: WebSocketProtocol) -> tuple[int, int]:
+    """In the transport of TLS, and in the one under it."""
+    assert server.socket_transport is not None
+    return server.transport.get_write_buffer_size(), server.socket_transport.get_write_buffer_size()
+
+
+async def test_a_cut_knows_what_waits_behind_tls(workers: Any, tmp_path: Path) -> None:
+    (worker,) = await workers("pod-0")
+    pair = make_pair(tmp_path / "tls")
+    trusted = trust_only(pair.certificate)
+    worker.will(endless)
+    limits: dict[str, Any] = {"max_realtime_conversation_bytes": 1 << 30}
+    limits |= {"tls_certificate": str(pair.certificate), "tls_key": str(pair.key)}
+    async with run_gateway(worker, **limits) as running:
+        async with stuck(running, trusted) as (session, _):
+            await session.ask()
+            await session.until("response.output_text.delta")
+            session.socket.transport.pause_reading()
+            server = side(running, session)
+            await until(lambda: unsent(server)[1] > 0, 20)
+            assert server.cut()
+        await running.until(lambda: not server.connections & {server})
+        assert not server.cut()  # it is gone
 
 
 # Many, and elsewhere
