@@ -37,7 +37,6 @@ from app.lifecycle import Lifecycle, LifecycleEvent, LifecycleMachine
 from app.openai.errors import GatewayError, Header, from_status, internal, method_not_allowed, not_found
 from app.openai.refused import refusal
 from app.openai.surface import RELAY_ROUTES
-from app.processes.families import Family
 from app.processes.siblings import Place, Siblings
 from app.realtime.connection import RealtimeSessions
 from app.realtime.session import RealtimeLimits
@@ -217,11 +216,9 @@ def create_app(settings: GatewaySettings, sink: LogSink | None = None, place: Pl
     def describe() -> dict[str, Any]:
         return describe_gateway(lifecycle, admission, registry, queue)
 
-    def look_for_siblings() -> tuple[tuple[Family, ...], bytes]:
-        look()
-        return metrics.families(), json.dumps(describe()).encode()
-
-    siblings = None if place is None else Siblings(place, look_for_siblings)
+    siblings = None
+    if place is not None:
+        siblings = Siblings(place, look=look, families=metrics.families, status=lambda: json.dumps(describe()).encode())
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import Final, NamedTuple, Self
 
 import msgspec
 
@@ -34,18 +34,33 @@ class Place(NamedTuple):
 
 
 class Telling(msgspec.Struct):
-    """``status`` is the process's own ``/status`` document, as JSON; empty of one that did not answer."""
+    """The metrics of one process. ``answered``: it told them itself, just now."""
 
     families: tuple[Family, ...]
-    status: bytes = b""
+    answered: bool = True
+
+
+_METRICS: Final = b"m"
+_STATUS: Final = b"s"
+"""What is asked for: one byte."""
 
 
 class Siblings:
-    """Use as ``async with``. ``look`` returns this process's families and its status document."""
+    """Use as ``async with``. ``look`` brings this process's metrics up to date, ``families`` returns them (in a thread:
+    with many series that takes longer than a loop turn should), ``status`` its status document, as JSON."""
 
-    def __init__(self, place: Place, look: Callable[[], tuple[tuple[Family, ...], bytes]]) -> None:
+    def __init__(
+        self,
+        place: Place,
+        *,
+        look: Callable[[], None],
+        families: Callable[[], tuple[Family, ...]],
+        status: Callable[[], bytes],
+    ) -> None:
         self.place = place
         self._look = look
+        self._families = families
+        self._status = status
         self._before: tuple[Family, ...] = ()
         """What this process's predecessors counted."""
         self._lock = asyncio.Lock()
@@ -65,20 +80,35 @@ class Siblings:
             self._server.close()
         await self._own()
 
-    async def tell(self) -> dict[int, Telling]:
-        """What each process says of itself, this one too. Of one that does not answer in time: what it counted."""
+    async def metrics(self) -> dict[int, Telling]:
+        """What each process counted, this one too. Of one that does not answer in time: what it told last."""
+        own, told = await asyncio.gather(self._own(), self._ask_others(_METRICS))
+        found = {self.place.number: own}
+        for index, answer in told.items():
+            try:
+                found[index] = msgspec.msgpack.decode(answer, type=Telling)
+            except msgspec.DecodeError:
+                found[index] = Telling(await asyncio.to_thread(self._read, index), answered=False)
+        return dict(sorted(found.items()))
+
+    async def statuses(self) -> dict[int, bytes]:
+        """The status document of each process that answers, this one too."""
+        told = await self._ask_others(_STATUS)
+        return dict(
+            sorted({self.place.number: self._status(), **{i: said for i, said in told.items() if said}}.items())
+        )
+
+    async def _ask_others(self, what: bytes) -> dict[int, bytes]:
         others = [index for index in range(self.place.processes) if index != self.place.number]
-        own, *told = await asyncio.gather(self._own(), *(self._ask(index) for index in others))
-        return dict(sorted({self.place.number: own, **dict(zip(others, told, strict=True))}.items()))
+        return dict(zip(others, await asyncio.gather(*(self._ask(index, what) for index in others)), strict=True))
 
     async def _own(self) -> Telling:
         async with self._lock:  # the file must not lag behind what was told
-            families, status = self._look()
-            families = await asyncio.to_thread(self._keep, families)
-            return Telling(families, status)
+            self._look()
+            return Telling(await asyncio.to_thread(self._keep))
 
-    def _keep(self, families: tuple[Family, ...]) -> tuple[Family, ...]:
-        families = merge((families, self._before), {})
+    def _keep(self) -> tuple[Family, ...]:
+        families = merge((self._families(), self._before), {})
         path = self._counters(self.place.number)
         partial = path.with_suffix(".new")
         try:
@@ -94,27 +124,30 @@ class Siblings:
         except FileNotFoundError:
             return ()
 
-    async def _ask(self, index: int) -> Telling:
+    async def _ask(self, index: int, what: bytes) -> bytes:
+        """The whole answer; nothing of one that does not give it in time."""
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
                 reader, writer = await asyncio.open_unix_connection(self._socket(index), limit=1 << 20)
                 try:
+                    writer.write(what)
                     answer = bytearray()
                     while piece := await reader.read(1 << 20):
                         answer += piece
                         if len(answer) > MAX_ANSWER_BYTES:
-                            break
+                            return b""
                 finally:
                     writer.transport.abort()
-            return msgspec.msgpack.decode(answer, type=Telling)
-        except (OSError, TimeoutError, msgspec.DecodeError):
-            return Telling(await asyncio.to_thread(self._read, index))
+            return bytes(answer)
+        except (OSError, TimeoutError):
+            return b""
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            with contextlib.suppress(OSError, TimeoutError):
+            with contextlib.suppress(OSError, TimeoutError, asyncio.IncompleteReadError):
                 async with asyncio.timeout(ANSWER_SECONDS):
-                    writer.write(msgspec.msgpack.encode(await self._own()))
+                    what = await reader.readexactly(1)
+                    writer.write(self._status() if what == _STATUS else msgspec.msgpack.encode(await self._own()))
                     await writer.drain()
                     writer.write_eof()
                     await reader.read(1)  # the end of whoever asked

@@ -62,7 +62,7 @@ def metrics_router(metrics: GatewayMetrics, look: Callable[[], None], siblings: 
             look()
             text = await metrics.text()
         else:
-            told = {index: (said.families, bool(said.status)) for index, said in (await siblings.tell()).items()}
+            told = {index: (said.families, said.answered) for index, said in (await siblings.metrics()).items()}
             text = await asyncio.to_thread(merged_text, told)
         return Response(text, headers={"content-type": CONTENT_TYPE})
 

@@ -14,7 +14,7 @@ from fastapi.responses import JSONResponse
 from app.admission import AdmissionController
 from app.fleet.registry import WorkerEntry, WorkerRegistry
 from app.lifecycle import LifecycleMachine
-from app.processes.siblings import Siblings, Telling
+from app.processes.siblings import Siblings
 from app.relay.waiting import WaitQueue
 
 
@@ -59,9 +59,9 @@ def describe_gateway(
     }
 
 
-def describe_all(own: dict[str, Any], told: Mapping[int, Telling]) -> dict[str, Any]:
+def describe_all(own: dict[str, Any], told: Mapping[int, bytes]) -> dict[str, Any]:
     """Several processes: workers as this one sees them, and sums of the rest. ``processes`` has those that answer."""
-    documents = {index: json.loads(said.status) for index, said in told.items() if said.status}
+    documents = {index: json.loads(said) for index, said in told.items()}
     counts = {name: sum(document[name] for document in documents.values()) for name in ("inflight", "waiting")}
     each = [
         {"process": index, **{name: document[name] for name in ("pid", "lifecycle", "inflight", "waiting")}}
@@ -76,6 +76,6 @@ def status_router(describe: Callable[[], dict[str, Any]], siblings: Siblings | N
     @router.get("/status")
     async def status() -> JSONResponse:
         own = describe()
-        return JSONResponse(own if siblings is None else describe_all(own, await siblings.tell()))
+        return JSONResponse(own if siblings is None else describe_all(own, await siblings.statuses()))
 
     return router
