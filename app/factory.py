@@ -290,7 +290,7 @@ def create_app(settings: GatewaySettings, sink: LogSink | None = None, place: Pl
         )
         for path, route in RELAY_ROUTES.items()
     }
-    app.include_router(health_router(lifecycle, registry, discovery, drain))
+    app.include_router(health_router(lifecycle, registry, discovery, drain, needs_worker=settings.health_needs_worker))
     app.include_router(models_router(registry, created=int(time.time())))
     app.include_router(docs_router(version=metrics.version, authenticated=access.keys is not None))
     app.include_router(status_router(describe, siblings))

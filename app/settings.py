@@ -200,6 +200,9 @@ class GatewaySettings(BaseSettings):
     max_connections: Annotated[int, Field(ge=1, le=1 << 20)] = 16384
     """Most connections of clients, for each process; one more is answered with 503, unless it asks for ``/live`` or
     ``/health``."""
+    health_needs_worker: bool = False
+    """Whether ``/health`` says 503 once no worker was routable for 60 s. For where other gateways, with other workers,
+    take over; elsewhere an empty Service would refuse the requests that could have waited here."""
     attempt_limit: Annotated[int, Field(ge=1, le=100)] = 3
     """How often a request is started, in all, when workers break under it before anything was delivered."""
     drain_timeout_seconds: Annotated[

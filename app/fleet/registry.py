@@ -142,6 +142,8 @@ class WorkerRegistry:
         self._closing = False
         self.on_change: Callable[[], None] | None = None
         """Called at each change of a fact about any worker, once all conclusions are drawn."""
+        self.nobody_since: float | None = time.monotonic()
+        """When the last routable worker went, or this began; ``None``: some worker is routable."""
         self._routable: dict[ReplicaKey, Replica] = {}
         self._by_model: dict[str, tuple[Replica, ...]] = {"": ()}
 
@@ -366,6 +368,10 @@ class WorkerRegistry:
         keys = routable_keys(facts)
         routable = [replica for replica in replicas if replica.key in keys]
         self._routable = {replica.key: replica for replica in routable}
+        if routable:
+            self.nobody_since = None
+        elif self.nobody_since is None:
+            self.nobody_since = now
         by_model: dict[str, list[Replica]] = {}
         for replica in routable:
             for model in replica.line.models:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Final
 
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
@@ -12,16 +13,25 @@ from app.drain import DrainProgress, DrainStage
 from app.fleet.registry import WorkerRegistry
 from app.lifecycle import Lifecycle, LifecycleMachine
 
+NOBODY_SECONDS: Final = 60.0
+"""So long there may be no routable worker, where ``/health`` depends on one."""
+
 
 def health_router(
-    lifecycle: LifecycleMachine, registry: WorkerRegistry, discovery: Discovery, drain: DrainProgress
+    lifecycle: LifecycleMachine,
+    registry: WorkerRegistry,
+    discovery: Discovery,
+    drain: DrainProgress,
+    *,
+    needs_worker: bool,
 ) -> APIRouter:
     router = APIRouter()
 
     @router.get("/health")
     async def health() -> JSONResponse:
-        """Ready once the first discovery is done. A gateway without a routable worker stays ready: requests can wait
-        here, and nowhere else. ``discovery`` says what is wrong with it."""
+        """Ready once the first discovery is done. A gateway without a routable worker stays ready, unless it is told
+        otherwise: requests can wait here, and nowhere else. ``discovery`` says what is wrong with it."""
+        now = time.monotonic()
         ready = lifecycle.state is Lifecycle.READY
         document: dict[str, object] = {
             "status": lifecycle.state.value,
@@ -30,8 +40,15 @@ def health_router(
         }
         if discovery.problem is not None:
             document["discovery"] = discovery.problem
+        since = registry.nobody_since
+        if ready and needs_worker and since is not None and now - since >= NOBODY_SECONDS:
+            ready = False
+            document["status"] = "no_worker"
+            document["problem"] = (
+                f"no worker was routable for {now - since:.0f} s, and HOTSPARE_HEALTH_NEEDS_WORKER is set"
+            )
         if drain.stage is not DrainStage.NONE:
-            left = drain.remaining(time.monotonic())
+            left = drain.remaining(now)
             document["drain"] = {"stage": drain.stage.value, "remaining_seconds": round(left, 3)}
         return JSONResponse(document, status_code=200 if ready else 503)
 

@@ -143,6 +143,33 @@ async def test_probes_do_not_depend_on_workers(workers: Any) -> None:
         assert (await running.client.get("/live")).json() == {"status": "ready"}
 
 
+async def test_health_depends_on_workers_only_if_told_to(workers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.routes.health.NOBODY_SECONDS", 0.2)
+    (worker,) = await workers("pod-0")
+    async with (
+        run_gateway(worker) as unmoved,
+        run_gateway(worker, health_needs_worker=True, wait_for_worker_seconds=0.01) as running,
+    ):
+        for gateway in (running, unmoved):
+            await gateway.until(lambda gateway=gateway: gateway.gateway.registry.nobody_since is None)
+        await asyncio.sleep(0.25)
+        assert (await running.client.get("/health")).status_code == 200  # a worker is there, and long since
+        await worker.die()
+        await running.until(lambda: running.gateway.registry.nobody_since is not None)
+        assert (await running.client.get("/health")).status_code == 200  # not for long enough
+        await asyncio.sleep(0.25)
+        health = await running.client.get("/health")
+        document = health.json()
+        assert (health.status_code, document["status"], document["routable"]) == (503, "no_worker", 0)
+        assert "HOTSPARE_HEALTH_NEEDS_WORKER" in document["problem"]
+        assert (await running.client.get("/live")).status_code == 200
+        assert error_of(await running.chat()) == (503, "no_worker")  # who asks all the same is admitted
+        assert (await unmoved.client.get("/health")).json()["status"] == "ready"
+        await worker.start()
+        await running.until(lambda: running.gateway.registry.nobody_since is None)
+        assert (await running.client.get("/health")).json()["status"] == "ready"
+
+
 async def test_starting_until_each_address_was_tried(workers: Any) -> None:
     (worker,) = await workers("pod-0")
     release = asyncio.Event()
