@@ -49,6 +49,7 @@ class TlsFront(asyncio.Protocol):
         self._early: list[bytes] = []
         """Came before TLS was there; later, with the end of the handshake."""
         self._lost = False
+        self._handshake: asyncio.Task[asyncio.Transport | None] | None = None
         self._raw: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -75,15 +76,18 @@ class TlsFront(asyncio.Protocol):
 
     def shutdown(self) -> None:
         """As uvicorn says it to a connection."""
+        self._lost = True
         if self._raw is not None:
             self._raw.abort()
+        if self._handshake is not None:  # it would go on waiting for a client that is gone
+            self._handshake.cancel()
 
     async def _shake_hands(self, raw: asyncio.Transport) -> None:
         loop = asyncio.get_running_loop()
         transport: asyncio.Transport | None = None
         try:
             if not self._lost:
-                handshake = loop.create_task(self._start_tls(raw))
+                handshake = self._handshake = loop.create_task(self._start_tls(raw))
                 await asyncio.sleep(0)  # it takes its first step: from now on TLS reads what comes
                 loop.call_soon(self._hand_on, raw)  # behind what that step has put there
                 transport = await handshake
