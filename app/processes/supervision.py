@@ -13,6 +13,29 @@ FIRST_DELAY_SECONDS: Final = 0.25
 MAX_DELAY_SECONDS: Final = 10.0
 STARTS_LIMIT: Final = 3
 """So many starts that came to nothing, for each process there should be, while none serves: the supervisor ends."""
+BEAT_SECONDS: Final = 1.0
+"""How often a process that serves says so."""
+SILENCE_SECONDS: Final = 10.0
+"""One that says nothing for so long hangs, and is killed."""
+LATE_SECONDS: Final = 2.0
+"""Who wakes up so much later than it wanted was held up itself, and knows nothing of others."""
+
+
+@dataclass(slots=True)
+class Hearing:
+    """Of one process that serves: when it was last heard."""
+
+    heard_at: float
+
+    @property
+    def due_at(self) -> float:
+        return self.heard_at + SILENCE_SECONDS
+
+    def hangs(self, now: float, *, woken_late: float) -> bool:
+        """Ask after having listened. ``woken_late``: by how much whoever listens was late."""
+        if woken_late >= LATE_SECONDS:
+            self.heard_at = now
+        return now >= self.due_at
 
 
 @dataclass(slots=True)

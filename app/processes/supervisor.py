@@ -5,13 +5,15 @@ the connections with it that it had accepted, and no other. Children are started
 restart gets nothing of what its predecessor broke. The kernel kills them when the supervisor ends, however that
 happens.
 
-Signals, ends of children and their words that they serve are all file descriptors of one selector.
+Signals, ends of children and their words that they (still) serve are all file descriptors of one selector.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
+import math
 import os
 import selectors
 import shutil
@@ -27,7 +29,7 @@ from pathlib import Path
 from typing import Final
 
 from app.exit_codes import DRAINED, OVERRAN
-from app.processes.supervision import Restarts, exit_code, hopeless
+from app.processes.supervision import Hearing, Restarts, exit_code, hopeless
 from app.start_error import StartError
 
 logger = logging.getLogger(__name__)
@@ -35,6 +37,8 @@ logger = logging.getLogger(__name__)
 OVERRUN_SECONDS: Final = 15.0
 """A child that is still there so long after its drain's time is killed: it ends by itself within a few seconds."""
 _MAX_SOCKET_PATH: Final = 107
+_FOLDER: Final = "hotspare-processes-"
+_OPEN_FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 @dataclass(eq=False)
@@ -43,9 +47,14 @@ class _Child:
     popen: subprocess.Popen[bytes]
     pidfd: int
     ready: int
-    """Readable once the child listens, or has ended before."""
+    """Says that the child listens, again and again, until it ends."""
     started_at: float
-    serves: bool = False
+    hearing: Hearing | None = None
+    """Once it serves."""
+
+    @property
+    def serves(self) -> bool:
+        return self.hearing is not None
 
 
 @dataclass(eq=False)
@@ -97,10 +106,15 @@ class Supervisor:
         if all(slot.child is None and slot.due_at is None for slot in self._slots):
             return False
         moments = [moment for slot in self._slots if (moment := slot.due_at) is not None]
+        if self._signal is None:
+            moments += [child.hearing.due_at for child in self._children() if child.hearing is not None]
         if self._over_at is not None:
             moments.append(self._over_at)
-        timeout = max(0.0, min(moments) - time.monotonic()) if moments else None
-        return all(key.data() for key, _ in self._selector.select(timeout))
+        now = time.monotonic()
+        until = max(now, min(moments)) if moments else math.inf
+        events = self._selector.select(until - now if moments else None)
+        woken_late = time.monotonic() - until
+        return all(key.data() for key, _ in events) and self._look_for_silence(woken_late)
 
     # Children
 
@@ -143,17 +157,29 @@ class Supervisor:
     def _spoke(self, child: _Child) -> bool:
         if child.ready < 0:
             return True  # its end came in the same turn
-        child.serves = os.read(child.ready, 1) != b""
-        if child.serves:
+        if os.read(child.ready, 64):
             self._failed_starts = 0
+            child.hearing = Hearing(time.monotonic())
+            return True
         self._selector.unregister(child.ready)
         os.close(child.ready)
         child.ready = -1
         return True
 
+    def _look_for_silence(self, woken_late: float) -> bool:
+        """Kill those that hang; their end is seen like any other."""
+        now = time.monotonic()
+        for child in self._children() if self._signal is None else ():
+            if child.hearing is not None and child.hearing.hangs(now, woken_late=woken_late):
+                logger.error("process %d has said nothing for %g s: killed", child.index, now - child.hearing.heard_at)
+                child.popen.kill()
+                child.hearing.heard_at = now
+        return True
+
     def _ended(self, child: _Child) -> bool:
         """Reap it; whether to go on."""
-        self._spoke(child)
+        while child.ready >= 0:
+            self._spoke(child)
         self._selector.unregister(child.pidfd)
         os.close(child.pidfd)
         code = child.popen.wait()
@@ -242,12 +268,36 @@ def meeting_place() -> Iterator[Path]:
         StartError: there is no room for one.
     """
     try:
-        folder = Path(tempfile.mkdtemp(prefix="hotspare-"))  # 0700
+        _clear_away(Path(tempfile.gettempdir()))
+        new = Path(tempfile.mkdtemp(prefix=f".{_FOLDER}"))  # 0700
     except OSError as error:
         raise StartError(f"several processes need a folder for temporary files: {error}; see TMPDIR") from None
+    folder = new.with_name(new.name.removeprefix("."))
+    lock = os.open(new, _OPEN_FOLDER)
     try:
+        # Locked before it has the name under which others look for folders without an owner.
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        new = new.rename(folder)
         if len(os.fsencode(folder / "00.sock")) > _MAX_SOCKET_PATH:
             raise StartError(f"the folder for temporary files is too long for a socket's name: {folder}; see TMPDIR")
         yield folder
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(new, ignore_errors=True)
+        os.close(lock)
+
+
+def _clear_away(temporary: Path) -> None:
+    """Remove the folders of supervisors that were killed: nobody holds their locks."""
+    for found in temporary.glob(f"{_FOLDER}*"):
+        try:
+            folder = os.open(found, _OPEN_FOLDER)
+        except OSError:
+            continue  # gone, or not for us
+        try:
+            if os.fstat(folder).st_uid == os.getuid():
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(found, ignore_errors=True)
+        except BlockingIOError:
+            pass  # in use
+        finally:
+            os.close(folder)

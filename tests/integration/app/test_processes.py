@@ -7,11 +7,13 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
+import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 import psutil
@@ -56,8 +58,13 @@ def children(process: Process) -> list[int]:
     return [child.pid for child in psutil.Process(process.pid).children()]
 
 
+class HasPid(Protocol):
+    @property
+    def pid(self) -> int: ...
+
+
 @asynccontextmanager
-async def client(process: Process, tmp_path: Path, **options: Any) -> AsyncIterator[httpx.AsyncClient]:
+async def client(process: HasPid, tmp_path: Path, **options: Any) -> AsyncIterator[httpx.AsyncClient]:
     """Each request on a connection of its own, so that both processes get some."""
     path = tmp_path / "run" / "gateway.json"
     document = await asyncio.to_thread(
@@ -241,6 +248,31 @@ async def test_children_die_with_their_supervisor(start: Start, tmp_path: Path) 
         pids = children(process)
     process.signal(signal.SIGKILL)
     assert all(gone(pid) for pid in pids)
+
+
+async def test_one_that_hangs_is_replaced(tmp_path: Path) -> None:
+    """With a shorter patience than usual."""
+    code = (
+        "import sys, app.processes.supervision as supervision; supervision.SILENCE_SECONDS = 2.0; "
+        "from app.__main__ import main; sys.exit(main())"
+    )
+    own = ["--port", "0", "--processes", "2", "--workers", "127.0.0.1:1", "--run-dir", str(tmp_path / "run")]
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="hs-") as temporary, (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(  # noqa: ASYNC220  # nothing else runs yet
+            [sys.executable, "-c", code, *own], env=os.environ | {"TMPDIR": temporary}, stderr=log
+        )
+        try:
+            async with client(process, tmp_path) as made:
+                pids = await both_serve(made)
+                os.kill(pids[0], signal.SIGSTOP)
+                after = await both_serve(made, without=pids[0])
+                assert after[1] == pids[1]
+            assert "process 0 has said nothing for" in (tmp_path / "log").read_text()
+            process.terminate()
+            assert await asyncio.to_thread(process.wait, 20) == 0
+        finally:
+            process.kill()
+            process.wait()
 
 
 def test_what_no_child_can_use_ends_the_supervisor(start: Start, tmp_path: Path) -> None:

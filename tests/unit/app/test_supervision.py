@@ -2,7 +2,15 @@ from __future__ import annotations
 
 import pytest
 
-from app.processes.supervision import MAX_DELAY_SECONDS, QUICK_SECONDS, Restarts, exit_code, hopeless
+from app.processes.supervision import (
+    MAX_DELAY_SECONDS,
+    QUICK_SECONDS,
+    SILENCE_SECONDS,
+    Hearing,
+    Restarts,
+    exit_code,
+    hopeless,
+)
 
 
 def test_who_ends_soon_waits_longer_and_longer() -> None:
@@ -34,3 +42,17 @@ def test_when_to_give_up(code: int, failed_starts: int, serving: int, expected: 
 )
 def test_the_worst_code(codes: list[int], worst: int) -> None:
     assert exit_code(codes) == worst
+
+
+def test_one_that_says_nothing_hangs() -> None:
+    hearing = Hearing(100.0)
+    assert not hearing.hangs(100.0 + SILENCE_SECONDS - 0.1, woken_late=0.0)
+    assert hearing.hangs(hearing.due_at, woken_late=0.1)
+
+
+def test_who_was_held_up_itself_kills_nobody() -> None:
+    hearing = Hearing(100.0)
+    late = 100.0 + 100 * SILENCE_SECONDS
+    assert not hearing.hangs(late, woken_late=late - hearing.due_at)
+    assert hearing.due_at == late + SILENCE_SECONDS
+    assert hearing.hangs(hearing.due_at, woken_late=0.0)
