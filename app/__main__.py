@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NoReturn
 from pydantic import ValidationError
 
 from app import compiled
-from app.exit_codes import BAD_CONFIGURATION
+from app.exit_codes import BAD_CONFIGURATION, DRAINED
 from app.processes.listener import BACKLOG, bind
 from app.settings import GatewaySettings
 from app.start_error import StartError
@@ -146,13 +146,32 @@ def withdraw(path: Path | None) -> None:
             path.unlink()
 
 
+@contextlib.contextmanager
+def stoppable() -> Iterator[None]:
+    """Signals end the process properly while whoever serves has not taken them over yet."""
+
+    def leave(number: int, frame: object) -> None:
+        for each in before:
+            signal.signal(each, signal.SIG_IGN)  # once is enough: what is being cleared away must not be interrupted
+        raise SystemExit(DRAINED)
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    for number in before:
+        signal.signal(number, leave)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def run(settings: GatewaySettings, arguments: Sequence[str]) -> int:
     """Serve until drained; returns the exit code. ``arguments``: those the settings were read from."""
     if settings.parent_pid is not None:
         die_with_parent(settings.parent_pid)
     raise_file_limit()
     # What can fail quickly has been checked; the server's own imports take half a second.
-    with contextlib.closing(bind(settings.host, settings.port)) as listener:
+    with stoppable(), contextlib.closing(bind(settings.host, settings.port)) as listener:
         host, port = listener.getsockname()[:2]
         with announced(settings.run_dir, host, port, certificate=settings.tls_certificate) as announcement:
             if settings.processes > 1:
@@ -172,11 +191,13 @@ def serve(
     from app.telemetry.logs import configure_logging
 
     sink = configure_logging(settings.log_format, settings.log_level, with_pid=settings.processes > 1)
+    sink = configure_logging(settings.log_format, settings.log_level, with_pid=settings.processes > 1)
     compiled.use()
     from app.factory import create_app
     from app.server import GatewayServer
 
-    app = create_app(settings, sink, place)
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    app = create_app(settings, sink, place, files=sys.maxsize if files == resource.RLIM_INFINITY else files)
     server = GatewayServer(app, on_listening=on_listening, on_forced_exit=on_forced_exit)
     # What is here now stays: the collector, which runs while requests wait, need not look at it again and again.
     gc.collect()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import sys
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, nullcontext
@@ -19,7 +20,7 @@ from starlette.exceptions import HTTPException
 
 from app.admission import AdmissionController
 from app.clients.asgi import Message, Receive, Scope, Send
-from app.clients.connections import Connections
+from app.clients.connections import Connections, room_within
 from app.clients.cors import Cors
 from app.clients.decoders import Decoders
 from app.clients.direct import DirectEndpoint
@@ -162,8 +163,11 @@ class GatewayApp(FastAPI):
         return with_general(found | set(methods_of(self.routes, scope)))
 
 
-def create_app(settings: GatewaySettings, sink: LogSink | None = None, place: Place | None = None) -> GatewayApp:
+def create_app(
+    settings: GatewaySettings, sink: LogSink | None = None, place: Place | None = None, *, files: int = sys.maxsize
+) -> GatewayApp:
     """``sink``: where the access log goes; without one there is none. ``place``: this is one of several processes.
+    ``files``: how many this process may have open.
 
     Raises:
         StartError: a file that a setting names cannot be used.
@@ -258,7 +262,7 @@ def create_app(settings: GatewaySettings, sink: LogSink | None = None, place: Pl
     app.ids = ids
     app.keys = access.keys
     app.cors = _cors(settings)
-    app.connections = Connections(limit=settings.max_connections, on_refused=metrics.connection_refused)
+    app.connections = _connections(settings, metrics, files)
     metrics.count_connections(lambda: app.connections.open)
     app.realtime = RealtimeEndpoint(
         intake,
@@ -335,6 +339,19 @@ def _access_log(settings: GatewaySettings, sink: LogSink | None) -> AccessLog | 
 def _discovered(lifecycle: LifecycleMachine) -> None:
     if lifecycle.state in (Lifecycle.STARTING, Lifecycle.DRAINING):
         lifecycle.fire(LifecycleEvent.DISCOVERED)
+
+
+def _connections(settings: GatewaySettings, metrics: GatewayMetrics, files: int) -> Connections:
+    limit, surplus = room_within(files, settings.max_connections)
+    if limit < settings.max_connections:
+        logger.warning(
+            "the limit of open files (%d) has room for %d connections of clients, not for max_connections=%d: more are "
+            "answered with 503; raise it (ulimit -n), or set HOTSPARE_MAX_CONNECTIONS",
+            files,
+            limit,
+            settings.max_connections,
+        )
+    return Connections(limit=limit, surplus=surplus, on_refused=metrics.connection_refused)
 
 
 def _log_lifecycle(state: Lifecycle) -> None:

@@ -117,13 +117,15 @@ class GatewayServer(Server):
     def capture_signals(self) -> Iterator[None]:
         """Signals are handled on the loop, between callbacks; uvicorn's way would raise them again at the end."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+        for number in before:
             loop.add_signal_handler(number, self._signalled, number)
         try:
             yield
         finally:
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number, handler in before.items():
                 loop.remove_signal_handler(number)
+                signal.signal(number, handler)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)

@@ -14,6 +14,8 @@ from typing import Final
 SURPLUS: Final = 256
 """Connections beyond the limit that wait for their 503, or are probes."""
 SURPLUS_HEAD_SECONDS: Final = 5.0
+_OWN_FILES: Final = 32
+"""What a process has open before its first client: logs, loops, listeners, its words with workers."""
 
 
 class Room(Enum):
@@ -23,11 +25,20 @@ class Room(Enum):
     NONE = "none"
 
 
+def room_within(files: int, wanted: int) -> tuple[int, int]:
+    """How many connections there may be, and how many beyond, in a process that may have so many files open. A stream
+    takes two: where none is left, clients see connections that break, and workers cannot be reached."""
+    left = files - _OWN_FILES
+    surplus = min(SURPLUS, max(1, left // 8))
+    return max(1, min(wanted, (left - surplus) // 2)), surplus
+
+
 class Connections:
     """``on_refused`` is told of each connection that had no room, or asked for something that is no probe."""
 
-    def __init__(self, *, limit: int, on_refused: Callable[[], None]) -> None:
+    def __init__(self, *, limit: int, on_refused: Callable[[], None], surplus: int = SURPLUS) -> None:
         self.limit = limit
+        self._most = limit + surplus
         self.open = 0
         self.refused = on_refused
 
@@ -36,7 +47,7 @@ class Connections:
         self.open += 1
         if self.open <= self.limit:
             return Room.FREE
-        if self.open <= self.limit + SURPLUS:
+        if self.open <= self._most:
             return Room.SURPLUS
         self.refused()
         return Room.NONE

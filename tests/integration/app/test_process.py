@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import json
 import os
@@ -93,6 +94,49 @@ def test_a_life(start: Start, tmp_path: Path) -> None:
     process.send_signal(signal.SIGTERM)
     assert process.wait(10) == 0
     assert list(run_dir.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_a_signal_before_it_serves(start: Start, tmp_path: Path, number: signal.Signals, processes: str) -> None:
+    process = start("--port", "0", "--workers", "127.0.0.1:1", "--run-dir", str(tmp_path), "--processes", processes)
+    deadline = time.monotonic() + STARTED_SECONDS
+    while not (tmp_path / "gateway.json").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    process.send_signal(number)
+    assert process.wait(10) == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_limit_of_open_files_that_is_too_low(start: Start) -> None:
+    """Whoever does not fit is told so, and those who do are served."""
+    shell = f'ulimit -n 64; exec "{sys.executable}" -m app "$@"'
+    with subprocess.Popen(
+        ["bash", "-c", shell, "app", "--port", "0", "--workers", "127.0.0.1:1", "--wait-for-worker-seconds", "0.01"],
+        stdin=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            said = read_until(process, "the limit of open files")
+            room = int(said.partition("has room for ")[2].split()[0])
+            url = listening(process)
+            host, port = url.removeprefix("http://").split(":")
+            answers = []
+            with contextlib.ExitStack() as stack:
+                clients = [
+                    stack.enter_context(socket.create_connection((host, int(port)), 10)) for _ in range(room + 3)
+                ]
+                for client in clients:
+                    client.sendall(b"POST /tokenize HTTP/1.1\r\nhost: g\r\ncontent-length: 2\r\n\r\n{}")
+                    answers.append(client.recv(10_000))
+            assert all(b"no_worker" in answer for answer in answers[:room])
+            assert all(b"too_many_connections" in answer for answer in answers[room:])
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(10) == 0
+        finally:
+            process.kill()
 
 
 def test_json_logs_have_no_prompt(start: Start) -> None:
