@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,10 @@ from app.start_error import StartError
 
 
 @pytest.fixture
-def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    short = tmp_path / "t"
-    short.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(short))
-    return short
+def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="hs-") as short:  # so are the names of sockets
+        monkeypatch.setattr(tempfile, "tempdir", short)
+        yield Path(short)
 
 
 def test_it_is_private_and_goes(temporary: Path) -> None:
