@@ -191,7 +191,6 @@ def serve(
     from app.telemetry.logs import configure_logging
 
     sink = configure_logging(settings.log_format, settings.log_level, with_pid=settings.processes > 1)
-    sink = configure_logging(settings.log_format, settings.log_level, with_pid=settings.processes > 1)
     compiled.use()
     from app.factory import create_app
     from app.server import GatewayServer
