@@ -20,7 +20,6 @@ _CODES = {
     403: "forbidden",
     404: "not_found",
     405: "method_not_allowed",
-    408: "request_timeout",
     409: "conflict",
     413: "body_too_large",
     429: "rate_limit_exceeded",
