@@ -173,6 +173,8 @@ def run(settings: GatewaySettings, arguments: Sequence[str]) -> int:
     # What can fail quickly has been checked; the server's own imports take half a second.
     with stoppable(), contextlib.closing(bind(settings.host, settings.port)) as listener:
         host, port = listener.getsockname()[:2]
+        if settings.processes > 1:
+            listener.listen(BACKLOG)  # whoever reads the announcement may connect: it waits for the first process
         with announced(settings.run_dir, host, port, certificate=settings.tls_certificate) as announcement:
             if settings.processes > 1:
                 return supervise(settings, listener, arguments)
@@ -214,7 +216,6 @@ def supervise(settings: GatewaySettings, listener: socket.socket, arguments: Seq
     configure_logging(settings.log_format, settings.log_level, with_pid=settings.processes > 1)
     Access(settings)  # a file that cannot be used is said here, once, and not by each child
     with meeting_place() as folder:
-        listener.listen(BACKLOG)
         return Supervisor(
             listener,
             arguments,
