@@ -18,6 +18,11 @@ from app.security.tls import ServerTls
 HANDSHAKE_SECONDS = 10.0
 
 
+WRITE_BUFFER_BYTES = 64 * 1024
+"""What may wait for a slow reader before its worker is read no further. For TLS the loop's own figure is eight times
+that."""
+
+
 class ClientConfig(Config):
     """uvicorn's configuration and ours. Durations in seconds. ``direct``: path → what is served without ASGI.
     ``on_refusal`` is told the code of each error that the connection itself answers with."""

@@ -10,7 +10,7 @@ from uvicorn import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from app.clients.config import ClientConfig
+from app.clients.config import WRITE_BUFFER_BYTES, ClientConfig
 from app.clients.direct import LINGER_SECONDS
 from app.openai.errors import GatewayError
 from app.relay.headers import client_request_id
@@ -113,7 +113,7 @@ class ClientOutput(HttpToolsProtocol):
                         return
         finally:
             if not self._lost:
-                self.transport.set_write_buffer_limits()
+                self.transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
 
     async def _written_in_tls(self, patience: float) -> None:
         """Nobody tells when the transport under TLS has written all, so this looks."""

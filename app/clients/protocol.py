@@ -24,6 +24,7 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 from uvicorn.server import ServerState
 
 from app.clients.asgi import WRITTEN, AsgiApp, Message, Receive, Scope, Send
+from app.clients.config import WRITE_BUFFER_BYTES
 from app.clients.connections import SURPLUS_HEAD_SECONDS, Room
 from app.clients.direct import DirectCycle, DirectEndpoint
 from app.clients.output import ClientOutput
@@ -380,7 +381,7 @@ class ClientProtocol(ClientOutput):
             self._serving.resume_writing()
         if self._unwritten:
             written, self._unwritten = self._unwritten, []
-            self.transport.set_write_buffer_limits()
+            self.transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
             for cycle in written:
                 cycle.settled()
 

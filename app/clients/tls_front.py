@@ -16,15 +16,12 @@ from typing import Any, cast
 from uvicorn import Config
 from uvicorn.server import ServerState
 
-from app.clients.config import ClientConfig
+from app.clients.config import WRITE_BUFFER_BYTES, ClientConfig
 from app.clients.connections import SURPLUS_HEAD_SECONDS, Room
 from app.clients.protocol import ClientProtocol
 
 SHUTDOWN_SECONDS = 2.0
 """How long a client may take to say goodbye in TLS when its connection is closed."""
-
-WRITE_BUFFER_BYTES = 64 * 1024
-"""As without TLS. The loop's own limit for TLS is 512 KiB, which a slow reader would hold besides the socket's."""
 
 
 class TlsFront(asyncio.Protocol):
