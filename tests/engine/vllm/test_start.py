@@ -55,7 +55,7 @@ def test_wrong_settings_are_refused_in_a_sentence(
 def test_a_broken_model_folder_is_refused(driver: Driver, tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "config.json").write_text(content)
-    _, report, _ = driver.try_fork(f"broken-{len(content or str())}", gms=False, model=str(tmp_path))
+    _, report, _ = driver.try_fork(f"broken-{len(content or '')}", gms=False, model=str(tmp_path))
     assert report.error == "EngineConfigError", report
 
 
