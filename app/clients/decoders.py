@@ -8,10 +8,12 @@ import asyncio
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import TracebackType
 from typing import Final, Self
 
 from app.clients.content_coding import Decoding
+from app.each import each
 from app.openai.errors import GatewayError, body_not_decoded
 
 THREADS: Final = 2
@@ -81,6 +83,5 @@ class Decoders:
     def interrupt_all(self, error: GatewayError) -> int:
         """End all with this error; returns how many there were."""
         running = list(self._running)
-        for decoder in running:
-            decoder.stop(error)
+        each([partial(decoder.stop, error) for decoder in running])
         return len(running)

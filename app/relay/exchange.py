@@ -12,8 +12,10 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
+from app.each import each
 from app.fleet.registry import Replica, WorkerRegistry
 from app.fleet.routing import RoundRobinRouter
 from app.fleet.worker_token import WorkerToken
@@ -113,12 +115,7 @@ class Relay:
         """End every exchange with this error, those too that have yet to begin; returns how many were running."""
         self._over = error
         running = list(self._exchanges)
-        for exchange in running:
-            try:
-                exchange.interrupt(error)
-            except Exception:  # one that fails must not keep the others from their end
-                logger.exception("a request could not be ended in order")
-                exchange.drop()
+        each([partial(exchange.interrupt, error) for exchange in running])
         return len(running)
 
 
