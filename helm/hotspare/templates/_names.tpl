@@ -1,0 +1,109 @@
+{{/* Names, labels, images: what every object has. Components are "gateway", "worker" and "test". */}}
+
+{{- define "hotspare.name" -}}
+{{- default .Chart.Name .Values.nameOverride | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+
+{{/* Short enough for a StatefulSet's pods, whose labels carry it with a hash. Dots would be no Service's name. */}}
+{{- define "hotspare.fullname" -}}
+{{- $name := include "hotspare.name" . -}}
+{{- $full := .Release.Name -}}
+{{- if not (contains $name .Release.Name) -}}{{- $full = printf "%s-%s" .Release.Name $name -}}{{- end -}}
+{{- default $full .Values.fullnameOverride | replace "." "-" | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+
+{{- define "hotspare.gateway" -}}{{ include "hotspare.fullname" . }}-gateway{{- end -}}
+{{- define "hotspare.worker" -}}{{ include "hotspare.fullname" . }}-worker{{- end -}}
+
+{{/* (list root component) */}}
+{{- define "hotspare.selector" -}}
+{{- $root := index . 0 -}}
+app.kubernetes.io/name: {{ include "hotspare.name" $root }}
+app.kubernetes.io/instance: {{ $root.Release.Name }}
+app.kubernetes.io/component: {{ index . 1 }}
+{{- end -}}
+
+{{/* (list root component) */}}
+{{- define "hotspare.labels" -}}
+{{- $root := index . 0 -}}
+{{ include "hotspare.selector" . }}
+app.kubernetes.io/version: {{ $root.Chart.AppVersion | quote }}
+app.kubernetes.io/part-of: hotspare
+app.kubernetes.io/managed-by: {{ $root.Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace "+" "_" }}
+{{- with $root.Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* (list root component) */}}
+{{- define "hotspare.image" -}}
+{{- $root := index . 0 -}}
+{{- $image := index $root.Values.image (index . 1) -}}
+{{- if $image.digest -}}{{ printf "%s@%s" $image.repository $image.digest }}
+{{- else -}}{{ printf "%s:%s" $image.repository (default $root.Chart.AppVersion $image.tag) }}
+{{- end -}}
+{{- end -}}
+
+{{/* (list root component): the labels of a pod. No versions: a new chart alone replaces no pod. */}}
+{{- define "hotspare.podLabels" -}}
+{{- $root := index . 0 -}}
+{{ include "hotspare.selector" . }}
+app.kubernetes.io/part-of: hotspare
+{{- with $root.Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- with (index $root.Values (index . 1)).podLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* (list root component): what the pods of both have in common, by the values of that name. */}}
+{{- define "hotspare.podSpec" -}}
+{{- $root := index . 0 -}}
+{{- $component := index . 1 -}}
+{{- $values := index $root.Values $component -}}
+enableServiceLinks: false
+securityContext:
+  {{- toYaml $root.Values.podSecurityContext | nindent 2 }}
+{{- with $root.Values.image.pullSecrets }}
+imagePullSecrets:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $values.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- with $values.nodeSelector }}
+nodeSelector:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $values.tolerations }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $values.affinity }}
+affinity:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $values.topologySpreadConstraints }}
+topologySpreadConstraints:
+  {{- range . }}
+  -
+    {{- $selector := dict "labelSelector" (dict "matchLabels" (include "hotspare.selector" (list $root $component) | fromYaml)) }}
+    {{- toYaml (merge (deepCopy .) $selector) | nindent 4 }}
+  {{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* A quantity of bytes, as a whole number of them. */}}
+{{- define "hotspare.bytes" -}}
+{{- $number := regexFind "^[0-9]+" (toString .) -}}
+{{- $factors := dict "" 1 "k" 1000 "M" 1000000 "G" 1000000000 "T" 1000000000000
+    "Ki" 1024 "Mi" 1048576 "Gi" 1073741824 "Ti" 1099511627776 -}}
+{{- mul (int64 $number) (int64 (get $factors (trimPrefix $number (toString .)))) -}}
+{{- end -}}
+
+{{/* Where clients in the cluster find the gateways. */}}
+{{- define "hotspare.url" -}}
+{{ ternary "https" "http" (not (empty .Values.tls.existingSecret)) }}://{{ include "hotspare.gateway" . }}.{{ .Release.Namespace }}.svc:{{ .Values.gateway.service.port }}
+{{- end -}}
