@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from app.cli.bench.ending import sigterm_unwinds
 from app.cli.bench.system import BenchError
 from app.cli.launch import module_command, safe_environment
 from gms import protocol
@@ -56,6 +57,7 @@ def measure(*, weights_bytes: int, kv_bytes: int, say: Callable[[str], None]) ->
         import gms.tensors  # noqa: F401  # before anything is timed
     except ImportError as error:
         raise BenchError("tensors are part of what is measured, and torch is missing; run `make setup`") from error
+    sigterm_unwinds()
     with tempfile.TemporaryDirectory(prefix="hotspare-bench-") as folder, _Service(Path(folder)) as service:
         try:
             say("writing the weights")

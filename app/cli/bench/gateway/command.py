@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from app.cli.bench.words import words
 from app.cli.errors import CliError
 from workers.exit_codes import ExitCode
 
@@ -36,11 +37,11 @@ def gateway(
     from app.cli.bench.system import BenchError
 
     plan = Plan(
-        peers=_words(peers, PEERS, "--peers"),
+        peers=words(peers, PEERS, "bench gateway: --peers"),
         peers_dir=peers_dir,
         rounds=rounds,
         seconds=seconds,
-        measures=_words(only, (*MEASURES, MEMORY), "--only") or [*MEASURES, MEMORY],
+        measures=words(only, (*MEASURES, MEMORY), "bench gateway: --only") or [*MEASURES, MEMORY],
         streams=_numbers(streams),
     )
     try:
@@ -55,16 +56,6 @@ def gateway(
         print("\n".join(table(report, ratios(plan))))
     if report["gateways"]["hotspare"]["failed"]:
         raise typer.Exit(1)
-
-
-def _words(given: str, known: tuple[str, ...], option: str) -> list[str]:
-    words = list(dict.fromkeys(word.strip() for word in given.split(",") if word.strip()))
-    for word in words:
-        if word not in known:
-            raise CliError(
-                f"bench gateway: {option} has {word!r}; it takes {', '.join(known)}", code=ExitCode.BAD_CONFIGURATION
-            )
-    return words
 
 
 def _numbers(given: str) -> list[int]:

@@ -30,7 +30,7 @@ from app.cli.launch import module_command, safe_environment
 READY_SECONDS: Final = 90.0
 POLL_SECONDS: Final = 0.05
 MAX_REQUESTS: Final = 20_000
-PROBE: Final = b'{"model":"mock-model","messages":[{"role":"user","content":"ready?"}],"max_tokens":1}'
+PROBE: Final = b'{"model":"%s","messages":[{"role":"user","content":"ready?"}],"max_tokens":1}'
 
 
 class NotInstalledError(Exception):
@@ -46,6 +46,8 @@ class Surroundings(NamedTuple):
     core: frozenset[int]
     key: str
     """What every gateway's clients show, and ours asks for."""
+    model: str = "mock-model"
+    """What the workers serve."""
 
 
 class Running(NamedTuple):
@@ -194,13 +196,13 @@ def started(gateway: Gateway, around: Surroundings) -> Iterator[Running]:
     environment = safe_environment(clean_environment(os.environ))
     with Child(around.launcher, gateway.command(around, port), cores=around.core, log=log, env=environment) as child:
         deadline = time.monotonic() + READY_SECONDS
-        while not _answers(port, around.key):
+        while not _answers(port, around.key, around.model):
             if child.code is not None:
                 raise BenchError(f"{gateway.name} ended with {child.code} at its start:\n{child.log_tail()}")
             if time.monotonic() > deadline:
                 raise BenchError(f"{gateway.name} did not answer within {READY_SECONDS:g} s:\n{child.log_tail()}")
             time.sleep(POLL_SECONDS)
-        if gateway.guarded and _answers(port, ""):
+        if gateway.guarded and _answers(port, "", around.model):
             raise BenchError(f"{gateway.name} answers without the key: what would be measured is not what is meant")
         yield Running(gateway.name, port, child, around.key)
 
@@ -212,9 +214,9 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _answers(port: int, key: str) -> bool:
+def _answers(port: int, key: str, model: str) -> bool:
     try:
-        answer = ask(port, "/v1/chat/completions", PROBE, key)
+        answer = ask(port, "/v1/chat/completions", PROBE % model.encode(), key)
     except (OSError, ValueError):
         return False
     return isinstance(answer, dict) and "choices" in answer

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import secrets
-import signal
-import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -14,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from app.cli.bench.ending import sigterm_unwinds
 from app.cli.bench.gateway import gateways
 from app.cli.bench.gateway.children import Cores, choose_cores, most_descriptors, own_cores
 from app.cli.bench.gateway.figures import DIRECT, OURS, RATIOS, Ratio, Sample, stream_ratios, summarise
@@ -47,7 +46,7 @@ def measure(plan: Plan, say: Say) -> dict[str, Any]:
     Raises:
         BenchError: the measurement cannot be made.
     """
-    _sigterm_unwinds()
+    sigterm_unwinds()
     cores = choose_cores()
     if not cores.apart:
         say("one core only: the gateway shares it with workers and load, and figures mean little")
@@ -157,15 +156,6 @@ def _guarded(gateway: Running, name: str, round_: int, measured: Callable[[], It
             gateway=gateway.name, measure=name, round=round_, figures={}, completed=0, failed=0, problem=str(error)
         )
         return [problem]
-
-
-def _sigterm_unwinds() -> None:
-    """SIGTERM ends the run as Ctrl-C does: children and folders go."""
-
-    def end(*_: object) -> None:
-        sys.exit(128 + signal.SIGTERM)
-
-    signal.signal(signal.SIGTERM, end)
 
 
 def _about(plan: Plan, cores: Cores, load_before: Sequence[float], skipped: dict[str, str]) -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""``hotspare bench chaos``: kills under load, and every answer looked at."""

@@ -1,0 +1,1 @@
+"""What runs in Locust's process. Nothing else imports it."""
