@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from gms.settings import GmsSettings
 
+STOPS = (signal.SIGTERM, signal.SIGINT)
 EXIT_DEVICE_FAILED = 1
 EXIT_BAD_CONFIGURATION = 2
 _FLAGS = {
@@ -66,8 +67,11 @@ async def _run(settings: GmsSettings) -> int:
     from gms.socket_path import StartError
 
     stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in STOPS:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)  # `hotspare gms` has the kernel keep them until here
+    if os.getpid() == 1:  # of a container: what others leave behind when they end is its to bury, and it has no child
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     log = logging.getLogger("gms")
     try:
         async with running(settings) as failure:
@@ -80,7 +84,10 @@ async def _run(settings: GmsSettings) -> int:
                 return EXIT_DEVICE_FAILED
             log.info("memory service for %s ends", settings.device)
     except StartError as error:
-        return _refuse(str(error))
+        if settings.parent_pid is None:
+            return _refuse(str(error))
+        log.error("%s", error)  # among a pod's lines it must have a time and a level, and be JSON where all are
+        return EXIT_BAD_CONFIGURATION
     return 0
 
 

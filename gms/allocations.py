@@ -192,18 +192,21 @@ class AllocationTable(Generic[P]):
         if not self._by_pool[entry.pool] and entry.pool.startswith("weights/"):
             del self._by_pool[entry.pool], self._high_by_pool[entry.pool]  # names made of hashes would pile up
 
-    def holders(self) -> str:
-        """Who holds what, the largest first, for people."""
+    def held(self, where: str = "") -> str:
+        """Who holds what, the largest first, for people; ``where`` is a word for that."""
         pairs: Counter[str] = Counter()
         for entry in self._all():
             pairs[f"{entry.pool} of {entry.owner}"] += entry.size_bytes
-        return ", ".join(f"{amount} by {who}" for who, amount in pairs.most_common(5)) or "nothing"
+        shown = ", ".join(f"{amount} by {who}" for who, amount in pairs.most_common(5))
+        where = f" {where}" if where else ""
+        return f"held{where} are {shown}" if shown else f"nothing is held{where}"
 
     def _full(self, entry: Entry[P], fits: bool) -> str:
         next_ = "Part of that will go by itself: try again, or raise" if fits else "Raise"
         return (
             f"{entry.size_bytes} bytes for {entry.tag!r} in {entry.pool} do not fit: the memory limit is "
-            f"{self.limit_bytes}, held are {self.holders()}. {next_} --memory-limit, or end one of them."
+            f"{self.limit_bytes}, {self.held()}. {next_} --memory-limit (of a pod: --gms-memory-limit-bytes, "
+            f"HOTSPARE_GMS_MEMORY_LIMIT_BYTES){', or end one of them' if self.total_bytes else ''}."
         )
 
     def _too_many(self, entry: Entry[P]) -> str:
@@ -211,5 +214,6 @@ class AllocationTable(Generic[P]):
         return (
             f"{self._chunks} chunks of memory stand already, {entry.chunks} more are too many (the most is "
             f"{self._max_chunks}{', since this service may not open more files' if files else ''}); allocate fewer and "
-            f"larger ones, {'allow it more (ulimit -n), ' if files else ''}or raise --chunk-size."
+            f"larger ones, {'allow it more (ulimit -n), ' if files else ''}or raise --chunk-size "
+            "(HOTSPARE_GMS_CHUNK_SIZE)."
         )

@@ -256,9 +256,10 @@ class GmsClient:
             self._connection.call(request, protocol.Done, fds=fds)
         raise ValueError("there is nothing to hand back")
 
-    def get_manifest(self, pool: str) -> ManifestReply:
-        """What is committed in a weights pool, or was put into a kv pool, and its allocations. Needs no lease."""
-        return self._connection.call(protocol.GetManifest(pool=pool), protocol.ManifestReply)
+    def get_manifest(self, pool: str, *, digests: bool = False) -> ManifestReply:
+        """What is committed in a weights pool, or was put into a kv pool, and its allocations; with `digests` also what
+        their content is compared with. Needs no lease."""
+        return self._connection.call(protocol.GetManifest(pool=pool, digests=digests), protocol.ManifestReply)
 
     def status(self, *, timeout_seconds: float = REPLY_GRACE_SECONDS) -> Status:
         """Pools, leases and bytes as they are now. Raises GmsError: no answer within `timeout_seconds`."""

@@ -24,6 +24,8 @@ class CudaMemory:
     """
 
     joins: Final = False  # the driver takes back whole mappings; more than one in a call is not promised
+    zeroed: Final = False
+    open_to_service: Final = False
 
     def __init__(self, ordinal: int) -> None:
         self._driver: Final = Driver()
@@ -92,6 +94,11 @@ class CudaMemory:
         with self._copying, self._current():
             self._driver.write(address, data)
             self._driver.synchronize()  # the call may return before the copy has been made
+
+    def clear(self, address: int, length: int) -> None:
+        with self._copying, self._current():
+            self._driver.clear(address, length)
+            self._driver.synchronize()
 
     def digest(self, address: int, length: int, algorithm: Hash) -> bytes:
         """Copies the part to the host as a whole, into a buffer that is kept for the next."""

@@ -84,6 +84,16 @@ class Custody:
         """Why the pages must not be used any more, or None. Cheap enough to be asked before each answer."""
         return self._reason if self._phase is Phase.LOST else None
 
+    @property
+    def fault(self) -> str | None:
+        """Why these pages are of no use to a spare engine, a sentence, or None. One that is waiting for its service to
+        come back has no fault."""
+        if self._phase in (Phase.PRIVATE, Phase.LOST):
+            return f"{self.pool} is not the memory service's any more: {self._reason}"
+        if self._phase is Phase.ENDED or not self._thread.is_alive():
+            return f"nobody watches over {self.pool} any more"
+        return None
+
     def state(self) -> CustodyState:
         with self._changed:
             return CustodyState(

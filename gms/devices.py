@@ -70,6 +70,16 @@ class DeviceMemory(Protocol):
         """Whether chunks that adjoin may be unmapped as one."""
         ...
 
+    @property
+    def zeroed(self) -> bool:
+        """Whether new memory is zero. A GPU's may hold anything, numbers that are none among it."""
+        ...
+
+    @property
+    def open_to_service(self) -> bool:
+        """Whether the memory service can read it, and so hash it by itself."""
+        ...
+
     def reserve(self, size_bytes: int, address: int | None) -> int:
         """Addresses without memory, exactly at `address` if one is given. Raises GmsError(not_permitted) if that is
         taken, GmsError(out_of_memory)."""
@@ -108,6 +118,10 @@ class DeviceMemory(Protocol):
         """Copies to writable memory."""
         ...
 
+    def clear(self, address: int, length: int) -> None:
+        """Zeroes writable memory, and waits until it is zero."""
+        ...
+
     def digest(self, address: int, length: int, algorithm: Hash) -> bytes:
         """The digest of mapped memory, as `read` would see it; keeps at most some 64 MiB of it in between."""
         ...
@@ -119,6 +133,8 @@ class HostMemory:
     granularity: Final = libc.PAGE_BYTES
     dlpack_device: Final = (DLPACK_CPU, 0)
     joins: Final = True
+    zeroed: Final = True
+    open_to_service: Final = True
 
     def __init__(self, name: str = "cpu:0") -> None:
         self.device: Final = name
@@ -180,6 +196,9 @@ class HostMemory:
 
     def write(self, address: int, data: bytes) -> None:
         ctypes.memmove(address, data, len(data))
+
+    def clear(self, address: int, length: int) -> None:
+        ctypes.memset(address, 0, length)
 
     def digest(self, address: int, length: int, algorithm: Hash) -> bytes:
         hasher = algorithm()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import resource
 from collections.abc import AsyncIterator
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
     from gms.settings import GmsSettings
 
 
+log: Final = logging.getLogger("gms")
+
+LOOK_SECONDS: Final = 0.5
+"""Between two looks at whether the socket is still there."""
 OTHER_FILES: Final = 4 * MAX_CLIENTS + 4 * MAX_FDS
 """Kept for what is no chunk, or half of all files if there are few: a connection and the pidfds of an engine and some
 ranks for each client, and descriptors under way."""
@@ -75,7 +80,29 @@ async def running(settings: GmsSettings) -> AsyncIterator[asyncio.Future[DeviceE
             stack.callback(exporter.server_close)
             stack.push_async_callback(asyncio.to_thread, exporter.shutdown)
         server.start(path.listen())
+        keeping = asyncio.create_task(_keep_listening(path, server), name="socket")
+        stack.push_async_callback(asyncio.wait, (keeping,))
+        stack.callback(keeping.cancel)
         yield failure
+
+
+async def _keep_listening(path: SocketPath, server: Server) -> None:
+    """Whoever removes a running pod's folder takes the socket away. Clients that are connected notice nothing; those to
+    come find another one once the folder is back."""
+    told = ""
+    while True:
+        await asyncio.sleep(LOOK_SECONDS)
+        try:
+            listener = path.restore()
+        except StartError as error:
+            if str(error) != told:
+                told = str(error)
+                log.error("the socket was removed, and nobody can connect: %s", error)
+            continue
+        told = ""
+        if listener is not None:
+            server.start(listener)
+            log.warning("the socket %s was removed while the service runs, and is there again", path.path)
 
 
 def _export(metrics: Metrics, service: MemoryService[Any], settings: GmsSettings) -> Closeable:
@@ -83,7 +110,10 @@ def _export(metrics: Metrics, service: MemoryService[Any], settings: GmsSettings
     try:
         return metrics.serve(host, port, service.status, asyncio.get_running_loop())
     except OSError as error:
-        raise StartError(f"Metrics cannot be served on {host}:{port}: {error.strerror or error}.") from error
+        raise StartError(
+            f"Metrics cannot be served on {host}:{port}: {error.strerror or error}; choose another port with "
+            "--metrics-port (of a pod: --gms-metrics-port) or HOTSPARE_GMS_METRICS_PORT."
+        ) from error
 
 
 def hasher() -> Hasher:
@@ -119,8 +149,10 @@ def _backend(settings: GmsSettings) -> MemoryBackend[Any]:
             from gms.backends.host import HostBackend
 
             return HostBackend(settings.device) if chunk is None else HostBackend(settings.device, chunk_bytes=chunk)
+        from gms.backends.beside import BesideHost
         from gms.backends.cuda import CudaBackend
 
-        return CudaBackend(int(found[2])) if chunk is None else CudaBackend(int(found[2]), chunk_bytes=chunk)
+        gpu = CudaBackend(int(found[2])) if chunk is None else CudaBackend(int(found[2]), chunk_bytes=chunk)
+        return BesideHost(gpu)
     except (DeviceError, GmsError, ValueError) as error:
         raise StartError(f"The device {settings.device} cannot be used: {error}") from error

@@ -178,6 +178,16 @@ class Journal:
             raise
         return descriptor, path
 
+    def takes_files(self) -> bool:
+        """Whether one could be made now."""
+        path = self._folder / f"{secrets.token_hex(8)}.new"
+        try:
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        except OSError:
+            return False
+        _remove(path)
+        return True
+
     def close_lease(self, path: Path) -> None:
         """The service counts on this holder no more. The file stays while the client keeps it locked: it could still
         hand pages back to the next service."""

@@ -133,6 +133,15 @@ class Leasing(Generic[P]):
         if others:
             self.arbiter.inherit(pool, others, client.id)
 
+    def renew(self, client: int, pool: str) -> None:
+        """The lease's file is gone: its client is to come back with its pages for another one. Whoever still writes
+        what nobody has committed would lose it, and keeps its lease as it is."""
+        lease = self.arbiter.lease(client, pool)
+        if lease is not None and not (staged(pool) and lease.mode is LeaseMode.RW):
+            detail = f"{self._clients[client].label} is to hand {pool} back: its lease file was removed"
+            self._events.emit("renewed", detail, pool=pool, client=self._clients[client].label)
+            self.expel(client)
+
     def condemn(self, pool: str, reason: str) -> None:
         """What is committed there is not what was written: nobody gets it any more, and who reads it must stop."""
         detail = f"{pool} is given to nobody any more: {reason}"

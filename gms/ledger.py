@@ -85,6 +85,13 @@ class Ledger(Generic[P]):
             self._written(journal, name)
         self._tell(before)
 
+    def unlocked(self) -> list[tuple[int, str]]:
+        """Client and pool of each lease that has no file, once there can be one: a client that comes back on another
+        connection gets it."""
+        if not self._unlocked or self._unwritten or self._journal is None or not self._journal.takes_files():
+            return []
+        return list(self._unlocked)
+
     def begin_commit(self, name: str, generation: int, manifest: bytes) -> None:
         """A writer asked for a commit: if the service ends before it is done, the writer can hand its pages back and
         ask again."""

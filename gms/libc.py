@@ -20,6 +20,8 @@ MAP_NORESERVE: Final = 0x4000
 MAP_FIXED_NOREPLACE: Final = 0x100000
 MADV_DONTFORK: Final = 10
 MADV_POPULATE_WRITE: Final = 23
+MREMAP_MAYMOVE: Final = 1
+MREMAP_FIXED: Final = 2
 PR_SET_PDEATHSIG: Final = 1
 MFD_NOEXEC_SEAL: Final = 0x0008
 PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
@@ -36,6 +38,8 @@ _LIBC.mmap.argtypes = [
 ]
 _LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _LIBC.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_LIBC.mremap.restype = ctypes.c_void_p
+_LIBC.mremap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
 _LIBC.prctl.argtypes = [ctypes.c_int, ctypes.c_ulong, ctypes.c_ulong, ctypes.c_ulong, ctypes.c_ulong]
 _MAP_FAILED: Final = ctypes.c_void_p(-1).value
 
@@ -59,6 +63,14 @@ def munmap(address: int, length: int) -> None:
 def madvise(address: int, length: int, advice: int) -> None:
     if _LIBC.madvise(address, length, advice):
         raise _error("madvise")
+
+
+def mirror(address: int, length: int, to: int) -> None:
+    """The shared pages at `address`, one mapping, at `to` as well, in place of what is there."""
+    # A length of 0 says that the old mapping stays.
+    result: int | None = _LIBC.mremap(address, 0, length, MREMAP_MAYMOVE | MREMAP_FIXED, to)
+    if result is None or result == _MAP_FAILED:
+        raise _error("mremap")
 
 
 def prctl(option: int, argument: int) -> None:

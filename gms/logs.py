@@ -8,6 +8,19 @@ import sys
 import time
 from typing import Literal
 
+from gms.legible import legible
+
+
+class ConsoleFormatter(logging.Formatter):
+    """One line for people."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s.%(msecs)03d %(levelname)-7s %(name)s: %(message)s", "%H:%M:%S")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        record.message = legible(record.message)
+        return super().formatMessage(record)
+
 
 class JsonFormatter(logging.Formatter):
     """The form of all processes: time (UTC, RFC 3339), level, logger, message, pid; then what a line has besides."""
@@ -28,6 +41,5 @@ class JsonFormatter(logging.Formatter):
 def configure(level: str, style: Literal["console", "json"]) -> None:
     """Sets the root logger of this process up; called once, from `__main__`."""
     handler = logging.StreamHandler(sys.stderr)
-    console = logging.Formatter("%(asctime)s.%(msecs)03d %(levelname)-7s %(name)s: %(message)s", "%H:%M:%S")
-    handler.setFormatter(JsonFormatter() if style == "json" else console)
+    handler.setFormatter(JsonFormatter() if style == "json" else ConsoleFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)

@@ -11,6 +11,7 @@ account of each chunk that is mapped, and so takes back exactly those when a ste
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,12 +19,22 @@ from enum import Enum, auto
 from types import TracebackType
 from typing import Final, Self
 
-from gms import libc
+from gms import backing, libc
 from gms.backends.base import DeviceError, Hash
+from gms.backing import Stretch
 from gms.devices import DLPACK_CPU, Chunk, DeviceMemory, HostMemory
 from gms.protocol import ErrorCode, GmsError
 
-__all__ = ["Backing", "Chunk", "DeviceError", "DeviceMemory", "Hash", "HostMemory", "Reservation", "device_memory"]
+__all__ = [
+    "Backing",
+    "Chunk",
+    "DeviceError",
+    "DeviceMemory",
+    "Hash",
+    "HostMemory",
+    "Reservation",
+    "device_memory",
+]
 
 MAX_SCRATCH_MAPPINGS: Final = 32768
 """Half of the kernel's default vm.max_map_count (65530): the rest is the engine's."""
@@ -52,6 +63,8 @@ class Reservation:
         self.size_bytes: Final = libc.round_up(size_bytes, self.memory.granularity)
         self._kind = Backing.NONE
         self._mapped: list[tuple[int, int]] = []  # address and size of each that `unmap` must take as a whole
+        self._chunk_bytes: list[int] = []  # of what `map` has put there
+        self._mirrors: dict[int, tuple[int, int]] = {}  # where else: how many bytes, of which chunk
         self._closed = False
         self.address: Final = self.memory.reserve(self.size_bytes, address)
 
@@ -80,6 +93,7 @@ class Reservation:
             raise ValueError(f"{len(chunks)} chunks of {length} bytes do not fit into {self.size_bytes}")
         with self._replacing(Backing.PAGES_RW if writable else Backing.PAGES_RO):
             at = self.address
+            self._chunk_bytes = [chunk.size_bytes for chunk in chunks]
             for chunk in chunks:
                 with self.memory.opened(chunk) as handle:
                     at = self._place(at, chunk.size_bytes, handle, writable=writable)
@@ -110,6 +124,28 @@ class Reservation:
                     self._place(at, rest, handle, writable=True)
             self.memory.allow(self.address, self.size_bytes, writable=True)
 
+    def mirror(self, offset: int, length: int, to: int) -> None:
+        """Puts the pages of a part of the range at the address `to` as well, in place of what is mapped there, and with
+        the same rights. They stay there when the range is unmapped or closed, until their process ends or somebody maps
+        over them.
+
+        Raises ValueError if nothing is mapped there or the parts are no whole pages, GmsError(wrong_device) if it is no
+        host memory, OSError from mremap; part of it may have been done then."""
+        start = self._within(offset, length)
+        if self.memory.dlpack_device[0] != DLPACK_CPU:
+            raise GmsError(ErrorCode.WRONG_DEVICE, f"Pages of {self.memory.device} have one address.")
+        if self._kind is Backing.SCRATCH:
+            raise ValueError("what is mapped is scratch")
+        if offset % libc.PAGE_BYTES or length % libc.PAGE_BYTES or to % libc.PAGE_BYTES:
+            raise ValueError(f"{length} bytes at {offset} to {to:#x} are no whole pages")
+        at, end = self.address, start + length
+        for number, size_bytes in enumerate(self._chunk_bytes):  # each is a mapping of its own
+            first, last = max(at, start), min(at + size_bytes, end)
+            if first < last:
+                libc.mirror(first, last - first, to + first - start)
+                self._mirrors[to + first - start] = (last - first, number)
+            at += size_bytes
+
     def unmap(self) -> None:
         """Takes the memory away and keeps the addresses. Harmless if nothing stands behind them. If it fails, what is
         still mapped is known, and `unmap` can be called again."""
@@ -138,12 +174,44 @@ class Reservation:
         mapped read-only."""
         at = self._within(offset, len(data))
         if self._kind is Backing.PAGES_RO:
-            raise GmsError(ErrorCode.NOT_PERMITTED, "The pages are mapped read-only; only their writer may write them.")
+            raise _read_only()
         self.memory.write(at, data)
+
+    def clear(self) -> None:
+        """Zeroes all that is mapped. Scratch is zeroed once, however often it stands behind the range.
+
+        Raises ValueError if nothing is mapped, GmsError(not_permitted) if it is mapped read-only."""
+        self._within(0, 1)
+        if self._kind is Backing.PAGES_RO:
+            raise _read_only()
+        # The chunk that is mapped again and again comes first, and a smaller one for the rest last.
+        parts = [self._mapped[0], self._mapped[-1]] if self._kind is Backing.SCRATCH else self._mapped
+        for address, size_bytes in parts:
+            self.memory.clear(address, size_bytes)
 
     def digest(self, offset: int, length: int, algorithm: Hash) -> bytes:
         """The digest of mapped memory. Raises ValueError if nothing is mapped there."""
         return self.memory.digest(self._within(offset, length), length, algorithm)
+
+    def fault(self, chunks: Sequence[Chunk] = ()) -> str | None:
+        """What is behind the range other than `chunks`, read-only, and nothing where they end, or where they are
+        mirrored; None: nothing is. Only host memory can be looked at in this way: for any other the answer is None."""
+        self._open()
+        if self.memory.dlpack_device[0] != DLPACK_CPU:
+            return None
+        at, end = self.address, self.address + self.size_bytes
+        wanted, inodes = [], []
+        for chunk in chunks:
+            inodes.append(os.fstat(chunk.fd).st_ino)
+            wanted.append(Stretch(at, at + chunk.size_bytes, backing.READ_ONLY, inodes[-1]))
+            at += chunk.size_bytes
+        if at < end:
+            wanted.append(Stretch(at, end, backing.NOTHING, 0))
+        for to, (length, number) in self._mirrors.items() if chunks else ():
+            wanted.append(Stretch(to, to + length, backing.READ_ONLY, inodes[number]))
+        wanted.sort()
+        with open("/proc/self/maps", "rb") as maps:
+            return backing.fault(backing.stretches(maps, wanted[0].start, wanted[-1].end), wanted)
 
     def close(self) -> None:
         """Takes the memory away and gives the addresses back. Idempotent."""
@@ -187,6 +255,10 @@ class Reservation:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
+
+
+def _read_only() -> GmsError:
+    return GmsError(ErrorCode.NOT_PERMITTED, "The pages are mapped read-only; only their writer may write them.")
 
 
 def device_memory(name: str) -> DeviceMemory:

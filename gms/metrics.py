@@ -1,18 +1,25 @@
-"""The service's Prometheus metrics, served from their own threads so that a scrape never holds up a promotion."""
+"""The service's Prometheus metrics, and whether it lives; served from threads of their own, so that no scrape ever
+holds up a promotion.
+
+``/live`` asks the service's loop for its status, as a client would be answered, and waits for that with a deadline: the
+threads here would go on answering while nobody else is answered any more.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import socket
 import threading
 from collections import Counter as Counter_
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import CancelledError as FutureCancelled
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from http.server import ThreadingHTTPServer
 from typing import Any, Final, Protocol
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.exposition import MetricsHandler
 from prometheus_client.registry import Collector
@@ -40,6 +47,10 @@ ATTACH_BUCKETS: Final = (
     300,
 )
 SNAPSHOT_SECONDS: Final = 2.0
+"""How long the loop may take to tell its status to a scrape."""
+LIVE_SECONDS: Final = 2.0
+"""The same, for a probe: below the time that whoever probes is usually told to wait."""
+LIVE_PATH: Final = "/live"
 MAX_SCRAPES: Final = 8
 """At a time; more are turned away."""
 SCRAPE_SECONDS: Final = 5.0
@@ -53,26 +64,53 @@ class Closeable(Protocol):
     def server_close(self) -> None: ...
 
 
-class StatusCollector(Collector):
-    """Gauges read from the service's status at the moment of the scrape: nothing is stored twice."""
+class LoopSilent(Exception):
+    """The service's loop did not answer in time, or ends."""
+
+
+class Asker:
+    """Asks the service for its status from other threads than its own."""
 
     def __init__(self, status: Callable[[], Status], loop: asyncio.AbstractEventLoop) -> None:
         self._status = status
         self._loop = loop
+
+    def ask(self, seconds: float) -> Status:
+        """Raises LoopSilent."""
+
+        async def snapshot() -> Status:
+            return self._status()
+
+        question = snapshot()
+        try:
+            pending = asyncio.run_coroutine_threadsafe(question, self._loop)
+        except RuntimeError as error:  # the loop was closed a moment ago
+            question.close()
+            raise LoopSilent("the service has ended") from error
+        try:
+            return pending.result(seconds)
+        except FutureTimeoutError as error:
+            pending.cancel()
+            raise LoopSilent(f"the service's loop did not answer within {seconds:g} s") from error
+        except FutureCancelled as error:
+            raise LoopSilent("the service ends") from error
+
+
+class StatusCollector(Collector):
+    """Gauges read from the service's status at the moment of the scrape: nothing is stored twice."""
+
+    def __init__(self, asker: Asker) -> None:
+        self._asker = asker
 
     def describe(self) -> Iterable[GaugeMetricFamily]:
         """Nothing: else the registry would collect once at registration, on the loop's own thread."""
         return ()
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
-        async def snapshot() -> Status:
-            return self._status()
-
-        pending = asyncio.run_coroutine_threadsafe(snapshot(), self._loop)
         try:
-            status = pending.result(SNAPSHOT_SECONDS)
-        except FutureTimeoutError:
-            pending.cancel()
+            status = self._asker.ask(SNAPSHOT_SECONDS)
+        except LoopSilent as error:
+            log.warning("a scrape goes without the service's status: %s", error)
             return
         pool_bytes = GaugeMetricFamily("hotspare_gms_pool_bytes", "Bytes allocated, by pool.", labels=["pool"])
         orphaned = GaugeMetricFamily(
@@ -160,9 +198,11 @@ class Metrics:
         self._handed_back.labels(_kind(pool), outcome).observe(seconds)
 
     def serve(self, host: str, port: int, status: Callable[[], Status], loop: asyncio.AbstractEventLoop) -> Closeable:
-        """Serves /metrics. Raises OSError if the port cannot be had."""
-        self.registry.register(StatusCollector(status, loop))
-        server = _Exporter(host, port, self.registry)
+        """Serves /metrics and /live. Raises OSError if the port cannot be had."""
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # when a series began: nobody asks, and it is a third of them
+        asker = Asker(status, loop)
+        self.registry.register(StatusCollector(asker))
+        server = _Exporter(host, port, self.registry, asker)
         threading.Thread(target=server.serve_forever, name="gms-metrics", daemon=True).start()
         return server
 
@@ -173,11 +213,10 @@ class _Exporter(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, host: str, port: int, registry: CollectorRegistry) -> None:
+    def __init__(self, host: str, port: int, registry: CollectorRegistry, asker: Asker) -> None:
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._free = threading.BoundedSemaphore(MAX_SCRAPES)
-        handler = type("Handler", (MetricsHandler.factory(registry),), {"timeout": SCRAPE_SECONDS})
-        super().__init__((host, port), handler)
+        super().__init__((host, port), _handler(registry, asker))
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if self._free.acquire(blocking=False):
@@ -194,6 +233,32 @@ class _Exporter(ThreadingHTTPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A scraper that hung up or said nothing is not worth a traceback."""
         log.debug("a scrape failed", exc_info=True)
+
+
+def _handler(registry: CollectorRegistry, asker: Asker) -> type[MetricsHandler]:
+    """prometheus_client's, which answers /live beside the metrics."""
+
+    class Handler(MetricsHandler.factory(registry)):  # type: ignore[misc]  # a class that is made at run time
+        timeout = SCRAPE_SECONDS
+
+        def do_GET(self) -> None:
+            if self.path.partition("?")[0] != LIVE_PATH:
+                super().do_GET()
+                return
+            try:
+                told = asker.ask(LIVE_SECONDS)
+                status, document = 200, {"status": "live", "device": told.device, "clients": told.clients}
+            except LoopSilent as error:
+                log.warning("asked whether it lives: %s", error)
+                status, document = 503, {"status": "hung", "reason": str(error)}
+            body = json.dumps(document).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+    return Handler
 
 
 def _kind(pool: str) -> str:

@@ -95,6 +95,10 @@ class Message(Struct, tag=True, frozen=True, kw_only=True, forbid_unknown_fields
     fds: FdCount = 0
 
 
+HOST_TAG: Final = "host-"
+"""What is allocated under a tag that begins so is memory of the host, whatever the service's device is."""
+
+
 class AllocationInfo(Struct, frozen=True):
     """`size_bytes` in chunks of `chunk_bytes`, the last one possibly smaller; each chunk has its own descriptor."""
 
@@ -213,9 +217,10 @@ class PutManifest(Message, frozen=True, kw_only=True):
 
 
 class GetManifest(Message, frozen=True, kw_only=True):
-    """Needs no lease."""
+    """Needs no lease. With `digests` those of what is committed are wanted, too."""
 
     pool: PoolName
+    digests: bool = False
 
 
 class Commit(Message, frozen=True, kw_only=True):
@@ -307,11 +312,14 @@ class Pages(Message, frozen=True, kw_only=True):
 
 
 class ManifestReply(Message, frozen=True, kw_only=True):
-    """`generation` 0: nothing is there."""
+    """`generation` 0: nothing is there. `digests` are what the service compares with when it verifies, made by
+    `algorithm`; empty if none were wanted, or there are none."""
 
     generation: int
     manifest: bytes
     allocations: list[AllocationInfo]
+    digests: Digests = {}
+    algorithm: str = ""
 
 
 class Verified(Message, frozen=True, kw_only=True):

@@ -65,15 +65,20 @@ class Server:
         service.expel_with(self._expel)
 
     def start(self, listener: socket.socket) -> None:
+        """Listens there, and nowhere else; may be called again, with another one. Sessions go on."""
+        self._stop_listening()
         self._listener = listener
         self._loop.add_reader(listener, self._acceptable)
 
+    def _stop_listening(self) -> None:
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            self._loop.remove_reader(listener)
+            listener.close()
+
     async def close(self) -> None:
         """Stops listening and ends all sessions. May be called again, and without a start."""
-        if self._listener is not None:
-            self._loop.remove_reader(self._listener)
-            listener, self._listener = self._listener, None
-            listener.close()
+        self._stop_listening()
         for task in list(self._tasks):
             task.cancel()
         while self._tasks:

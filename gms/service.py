@@ -68,6 +68,7 @@ class MemoryService(Generic[P]):
         self.device_id = backend.device_id
         self.events = EventLog()
         self._backend = backend
+        self._algorithm_name = algorithm_name
         self._observer = observer
         self._table: AllocationTable[P] = AllocationTable(limit_bytes, max_chunks=max_chunks)
         self._store = PageStore(backend, self._table, self.events, algorithm=algorithm, fail=fail)
@@ -93,6 +94,8 @@ class MemoryService(Generic[P]):
 
     def _tend(self) -> None:
         self._ledger.check()
+        for client, pool in self._ledger.unlocked():
+            self._leasing.renew(client, pool)
         self._tending = self._loop.call_later(CHECK_SECONDS, self._tend)
 
     def expel_with(self, expel: Callable[[int], None]) -> None:
@@ -205,10 +208,13 @@ class MemoryService(Generic[P]):
 
     def get_manifest(self, message: protocol.GetManifest) -> protocol.ManifestReply:
         generation = self._arbiter.standing(message.pool)
+        entries = self._table.entries(message.pool, generation) if message.digests else ()
         return protocol.ManifestReply(
             generation=generation,
             manifest=self._table.manifest(message.pool, generation),
             allocations=self._table.info(message.pool, generation),
+            digests={entry.tag: entry.digests for entry in entries if entry.digests},
+            algorithm=self._algorithm_name,
         )
 
     async def commit(self, client: Client, message: protocol.Commit) -> protocol.Granted:

@@ -44,9 +44,9 @@ class GmsSettings(BaseSettings):
     """How long a service that starts again waits for its pages to be handed back by engines that live. Nothing is
     given out of those pools meanwhile, so that no second copy is made."""
     metrics_port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """Port on which /metrics is served; 0: nowhere."""
+    """Port on which /metrics and /live are served; 0: nowhere."""
     metrics_host: str = "127.0.0.1"
-    """Address on which metrics are served."""
+    """Address on which they are served."""
     log_level: LogLevel = Field(
         default="info", validation_alias=AliasChoices("HOTSPARE_GMS_LOG_LEVEL", "HOTSPARE_LOG_LEVEL")
     )

@@ -64,10 +64,32 @@ class SocketPath:
             raise self._taken_or_impossible(error) from error
         return listener
 
+    def restore(self) -> socket.socket | None:
+        """A new listening socket, the caller's, if somebody removed ours, once there is a folder for it; otherwise
+        None. A lock file that was removed is made and locked again, too. Raises StartError: the place is taken, or
+        cannot be had now."""
+        if self._bound is None or not os.path.isdir(os.path.dirname(self.path) or "."):
+            return None
+        try:
+            if not _same_file(self._lock_fd, f"{self.path}.lock"):
+                self._lock_again()
+            return None if _is_at(self._bound, self.path) else self.listen()
+        except OSError as error:
+            raise self._taken_or_impossible(error) from error
+
+    def _lock_again(self) -> None:
+        lock_fd = os.open(f"{self.path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(lock_fd)
+            raise
+        self._unlock()
+        self._lock_fd = lock_fd
+
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        with suppress(FileNotFoundError):
-            if self._bound is not None and _identity(self.path) == self._bound:  # else it is another service's by now
-                os.unlink(self.path)
+        if self._bound is not None and _is_at(self._bound, self.path):  # else it is another service's by now
+            os.unlink(self.path)
         self._bound = None
         self._unlock()
 
@@ -96,8 +118,12 @@ def _identity(path: str) -> tuple[int, int]:
 def _same_file(fd: int, path: str) -> bool:
     """Whether an open file is the one at `path`."""
     found = os.fstat(fd)
+    return _is_at((found.st_dev, found.st_ino), path)
+
+
+def _is_at(identity: tuple[int, int], path: str) -> bool:
     try:
-        return (found.st_dev, found.st_ino) == _identity(path)
+        return _identity(path) == identity
     except FileNotFoundError:
         return False
 

@@ -242,7 +242,7 @@ class PageStore(Generic[P]):
                 room = entry.chunk_size(index) - 1 if error.room_bytes is None else error.room_bytes
                 raise NoRoomError(
                     f"The device has no room for {entry.size_bytes} bytes as {entry.tag!r} in {entry.pool} ({error}); "
-                    f"held here are {self._table.holders()}. Free memory, or allow the service more.",
+                    f"{self._table.held('here')}. Free memory, or allow the service more.",
                     missing_bytes=entry.size_bytes - index * entry.chunk_bytes - room,
                     retryable=True,
                 ) from error
@@ -288,7 +288,7 @@ class PageStore(Generic[P]):
     def _behind(self, entry: Entry[P], around: Surroundings) -> GmsError:
         message = (
             f"{entry.size_bytes} bytes for {entry.tag!r} in {entry.pool} must wait for those who wait for memory "
-            f"already: {self._waiters[0].what}. Wait longer, or end one of the holders: {self._table.holders()}."
+            f"already: {self._waiters[0].what}. Wait longer, or end one of the holders: {self._table.held()}."
         )
         fits = self._table.fits_beside(around.lasting_bytes(), entry)
         return GmsError(ErrorCode.OUT_OF_MEMORY, message, retryable=fits)

@@ -64,19 +64,29 @@ def plan(module: Any, *, tag: str) -> tuple[Manifest, dict[str, Any]]:
     return Manifest(tag=tag, size_bytes=planner.size_bytes, aliases=aliases, **slots), tensors
 
 
+def unload(manifest: Manifest, tensors: dict[str, Any], *, device: str) -> None:
+    """Moves what readers will share from `device` (torch's name of the kind) to the host's memory, one storage at a
+    time, for where there is no room for it and an arena. `pack` brings it back; until then the module cannot be used.
+    """
+    shared = _shared(manifest, device)
+    for offset, names in _together(manifest).items():
+        if offset in shared:
+            first = manifest.slots()[names[0]]
+            moved = _visible(tensors[names[0]], first).to("cpu", copy=True)
+            for name in names:
+                tensors[name].data = view(moved, msgspec.structs.replace(manifest.slots()[name], offset=0))
+
+
 def pack(manifest: Manifest, tensors: dict[str, Any], arena: Any) -> None:
     """Copies what `plan` planned into a writable arena, and puts what readers will share over it in the writer as well.
 
     One storage at a time: its copy is made, its tensors are moved, and the original is free before the next. When this
     returns the copies are complete, on a GPU too.
     """
-    together: dict[int, list[str]] = {}
     slots = manifest.slots()
-    for name, slot in slots.items():
-        together.setdefault(slot.offset, []).append(name)
-    shared = _shared(manifest, arena)
+    shared = _shared(manifest, arena.device.type)
     views = Views(arena)
-    for offset, names in together.items():
+    for offset, names in _together(manifest).items():
         _stored(arena, slots[names[0]]).copy_(_visible(tensors[names[0]], slots[names[0]]))
         if offset in shared:
             for name in names:
@@ -85,17 +95,20 @@ def pack(manifest: Manifest, tensors: dict[str, Any], arena: Any) -> None:
         torch.cuda.synchronize(arena.device)
 
 
-def install(module: Any, manifest: Manifest, arena: Any) -> None:
+def install(module: Any, manifest: Manifest, arena: Any, *, in_part: bool = False) -> None:
     """Gives a meta-device twin of the writer's module its tensors: Parameters over the arena, which is only read, and
     clones of buffers and attributes.
+
+    `in_part`: Parameters that the manifest lacks stay on the meta device; whoever finishes the module takes them away
+    (what was loaded into them has become something else in the writer), or `unfilled` names them.
 
     Raises ValueError: the module has Parameters that the manifest lacks, or no place for what the manifest holds; the
     module is then not changed. ValueError too for a manifest that contradicts itself.
     """
     modules = dict(module.named_modules(remove_duplicate=False))
-    _matches(module, modules, manifest)
+    _matches(module, modules, manifest, in_part=in_part)
     kinds = {"parameters": manifest.parameters, "buffers": manifest.buffers, "attributes": manifest.attributes}
-    shared = _shared(manifest, arena)
+    shared = _shared(manifest, arena.device.type)
     views = Views(arena)
     clones: dict[int, Any] = {}
     installed: dict[str, tuple[str, Any]] = {}
@@ -160,6 +173,13 @@ def fill_empty(module: Any, device: Any) -> None:
         for leaf, value in list(vars(owner).items()):
             if isinstance(value, torch.Tensor) and value.is_meta and value.numel() == 0:
                 vars(owner)[leaf] = torch.empty_like(value, device=device)
+
+
+def all_of(module: Any) -> Iterator[Any]:
+    """Every tensor of a module that `plan` would find: Parameters, buffers and attributes."""
+    for _, named in _named(module):
+        for _, tensor in named:
+            yield tensor
 
 
 def unfilled(module: Any) -> list[str]:
@@ -266,9 +286,17 @@ def _end(slot: Slot) -> int:
     return slot.storage_offset + _reach(slot.shape, slot.stride)
 
 
-def _shared(manifest: Manifest, arena: Any) -> set[int]:
+def _shared(manifest: Manifest, device: str) -> set[int]:
     """Where storages of Parameters lie that are used on the arena's kind of device; others must be copied over."""
-    return {slot.offset for slot in manifest.parameters.values() if slot.device == arena.device.type}
+    return {slot.offset for slot in manifest.parameters.values() if slot.device == device}
+
+
+def _together(manifest: Manifest) -> dict[int, list[str]]:
+    """The names of the tensors over each storage, by its offset."""
+    together: dict[int, list[str]] = {}
+    for name, slot in manifest.slots().items():
+        together.setdefault(slot.offset, []).append(name)
+    return together
 
 
 def _outside(arena: Any, slot: Slot) -> ValueError:
@@ -293,14 +321,14 @@ def _private(arena: Any, slot: Slot) -> Any:
     return _stored(arena, slot).to(device, copy=True)
 
 
-def _matches(module: Any, modules: dict[str, Any], manifest: Manifest) -> None:
+def _matches(module: Any, modules: dict[str, Any], manifest: Manifest, *, in_part: bool) -> None:
     known = {*manifest.slots(), *manifest.aliases}
     if strange := sorted(name for name in known if name.rpartition(".")[0] not in modules):
         raise ValueError(f"the shared weights hold {strange[0]}, for which this model has no place")
     if lost := sorted(name for name, stored in manifest.aliases.items() if stored not in manifest.slots()):
         raise ValueError(f"the shared weights tie {lost[0]} to something that they do not hold")
     wanted = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-    if missing := sorted(wanted - known):
+    if not in_part and (missing := sorted(wanted - known)):
         raise ValueError(f"the shared weights lack {len(missing)} parameters of this model, {missing[0]} among them")
 
 

@@ -11,8 +11,10 @@ from typing import Any
 from pydantic_settings import BaseSettings
 
 from workers.exit_codes import ExitCode
+from workers.first_process import end_when_told
 from workers.lifeline import ParentGone, die_with_parent
 from workers.logs import configure_logging
+from workers.pod_commands import admin_ports, engine_settings
 from workers.settings import SECRET, EngineSettings, PodSettings, SettingsError, WorkerSettings, load_settings
 
 logger = logging.getLogger(__name__)
@@ -20,14 +22,18 @@ logger = logging.getLogger(__name__)
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code (contracts: ``workers.exit_codes``)."""
-    flags = {name: value for name, value in vars(parsers()[""].parse_args(argv)).items() if value is not None}
-    command = flags.pop("command")
+    made = parsers()
+    parsed, unknown = made[""].parse_known_args(argv)
+    command = parsed.command
+    if unknown:  # of its command, and not of the parser above all of them
+        made[command].error(f"unrecognized arguments: {' '.join(name.partition('=')[0] for name in unknown)}")
     try:
-        settings: WorkerSettings = load_settings(PodSettings if command == "pod" else EngineSettings, flags)
+        settings = read_settings(parsed)
     except SettingsError as error:
         print(f"hotspare {command}: {error}", file=sys.stderr)
         return ExitCode.BAD_CONFIGURATION
     configure_logging(form=settings.log_format, level=settings.log_level)
+    end_when_told()
     try:
         die_with_parent(settings.parent_pid)
     except ParentGone as error:
@@ -46,6 +52,22 @@ def main(argv: list[str] | None = None) -> int:
 
         return run_engine_process(settings)
     raise AssertionError(f"no such command: {command}")
+
+
+def read_settings(parsed: argparse.Namespace) -> WorkerSettings:
+    """The settings of a command line (``parsers``): flags over environment. A pod's are refused for what its engines
+    would refuse, once and now, and not by each engine that is started in vain.
+
+    Raises:
+        SettingsError: a value does not fit.
+    """
+    flags = {name: value for name, value in vars(parsed).items() if value is not None}
+    if flags.pop("command") != "pod":
+        return load_settings(EngineSettings, flags)
+    settings = load_settings(PodSettings, flags)
+    for name in admin_ports(settings):
+        engine_settings(settings, name)
+    return settings
 
 
 def parsers() -> dict[str, argparse.ArgumentParser]:

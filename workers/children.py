@@ -23,6 +23,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
+from gms.legible import on_terminal
 from workers.logs import utc
 
 MAX_LINE_BYTES: Final = 16 * 1024
@@ -97,13 +98,16 @@ class LogSink:
     def __init__(self, fd: int, *, max_lines: int = MAX_QUEUED_LINES) -> None:
         """``fd`` stays the caller's; ``max_lines`` wait at most."""
         self._fd = fd
+        self._is_terminal = os.isatty(fd)
         self._lines: queue.Queue[bytes | None] = queue.Queue(max_lines)
         self._dropped = 0
         self._thread = threading.Thread(target=self._write, name="log-sink", daemon=True)
         self._thread.start()
 
     def put(self, line: bytes) -> None:
-        """Have a line written, its end added."""
+        """Have a line written, its end added; on a terminal, without what that would obey."""
+        if self._is_terminal:
+            line = on_terminal(line.decode("utf-8", "backslashreplace")).encode()
         self.offer(line + b"\n")
 
     def offer(self, data: bytes) -> None:

@@ -37,7 +37,10 @@ CODE_WORKER_TOKEN = "invalid_worker_token"  # noqa: S105 - a name
 MAX_WORKER_TOKEN_BYTES = 512
 
 HEADER_STREAM = "x-hotspare-stream"
-"""``1`` on a request: put token notes before the units of a streamed answer. On the answer: they are there."""
+"""``1`` on a request: put token notes before the units of a streamed answer, and frame a whole one. On the answer: the
+notes are there; ``body``: and an answer that is no stream comes behind them, in a frame (``workers.resume``)."""
+
+STREAM_FRAMED = "body"
 
 INTERNAL_PREFIX = "/internal/"
 """Paths under this prefix are between gateway and worker; never reachable through the gateway."""
@@ -63,7 +66,9 @@ class WatchLine(msgspec.Struct, frozen=True, kw_only=True):
     ``steps`` counts engine steps and advances while work is done, so that a long prefill is not taken for silence.
     ``standby`` is ``None`` where the pod has no other engine. ``kv_usage`` is a fraction, 0 to 1.
     ``capacity`` is how many requests it answers at a time (0: it does not say), ``refused`` how many it has turned away
-    for want of room in this promotion, ``gateways`` how many watches there are.
+    for want of room in this promotion, ``gateways`` how many watches there are. ``max_model_len`` is the longest that
+    prompt and answer may be together, in tokens, of each of its models (0: it does not say). ``lock_seconds`` is how
+    long it has had the lock (-1: it does not say).
     """
 
     worker: str
@@ -80,6 +85,8 @@ class WatchLine(msgspec.Struct, frozen=True, kw_only=True):
     kv_usage: float = 0.0
     refused: int = 0
     gateways: int = 1
+    max_model_len: int = 0
+    lock_seconds: float = -1.0
 
 
 class WorkerTokenError(ValueError):

@@ -28,7 +28,8 @@ class EngineMemory(msgspec.Struct, frozen=True, kw_only=True):
     """Where an engine's bytes are, measured and not planned.
 
     ``weights_bytes`` counts all parameters once; ``weights_outside_gms_bytes`` those whose storage does not lie in
-    pages of the memory service; ``kv_mapped`` is whether KV pages are behind the reserved range now.
+    pages of the memory service; ``other_bytes`` the model's other tensors, which each engine has its own of;
+    ``kv_mapped`` is whether KV pages are behind the reserved range now.
     """
 
     weights_bytes: int
@@ -37,6 +38,9 @@ class EngineMemory(msgspec.Struct, frozen=True, kw_only=True):
     """``writer`` (loaded and committed), ``reader`` (mapped what another loaded) or ``private`` (no service)."""
     kv_bytes: int
     kv_mapped: bool
+    other_bytes: int = 0
+    kv_index_bytes: int = 0
+    """Of the index beside the KV pages, which says what they hold."""
 
 
 class EngineDeadError(Exception):
@@ -56,6 +60,9 @@ class Engine(Protocol):
 
     models: tuple[str, ...]
     """Served model names; known once initialised."""
+
+    max_model_len: int
+    """The longest that prompt and answer may be together, in tokens; 0 before it is initialised."""
 
     @property
     def steps(self) -> int:
@@ -77,7 +84,8 @@ class Engine(Protocol):
         """
 
     async def wake(self, *, epoch: int) -> None:
-        """Map the KV pages for ``epoch`` and be ready to serve.
+        """Map the KV pages for ``epoch`` and be ready to serve. Requests that a ``quiesce`` has kept go on, recomputed
+        from their tokens: another engine may have written into the pages meanwhile.
 
         Raises:
             Exception: nothing stays mapped; the engine is parked as before.
@@ -85,6 +93,24 @@ class Engine(Protocol):
 
     async def park(self) -> None:
         """Release the KV pages quiesced (no step is running, none will start) and keep the address range."""
+
+    async def self_test(self) -> None:
+        """Prove, while parked, that this engine could wake: run what it would run, over scratch memory and never over
+        KV pages, and look at its memory. It is cancelled when the lock is granted, and must then be over within a step,
+        the engine parked as before; ``wake`` is not called earlier.
+
+        Raises:
+            EngineDeadError: it could not wake; the message says what is broken.
+        """
+
+    async def quiesce(self, *, timeout_seconds: float) -> None:
+        """Finish the step in hand and start no other, then release the KV pages like ``park``, but keep the requests:
+        nobody is told anything. ``wake`` goes on with them, ``shutdown`` ends them. It is not cancelled.
+
+        Raises:
+            TimeoutError: the step in hand is not over in time; nothing was released, and the engine serves on.
+            EngineDeadError: the pages could not be released.
+        """
 
     def app(self) -> ASGIApp:
         """The engine's own OpenAI application; the caller serves it while the engine is active."""

@@ -9,8 +9,14 @@ What makes that dependable, each learned by measuring:
 - **Waiting costs nothing and cannot be interrupted**: a daemon thread sits in ``flock``, on a descriptor of its own for
   the same open file (a number could be closed and used again under it). To give up, the lock closes its descriptor; a
   grant that comes later finds that, closes the thread's, and so gives the lock back at once.
-- **The epoch is one fixed-width write.** It is read and advanced only under the lock; a torn write is impossible.
+- **Waiters are served in the order in which they came**: since Linux 5.0 a waiter blocks on the waiter before it, and
+  not on the holder, so each release wakes one of them. Only somebody who asks in the very moment between a release and
+  that wake-up can come first: whoever gives the lock back on purpose lets some time pass before it asks again.
+- **The epoch is one fixed-width write.** It is read and advanced only under the lock; a torn write is impossible, and
+  its place on the disk is there from the beginning.
 - **The path must still be this file.** If somebody replaced it, two engines could hold two locks: refuse to be elected.
+  If somebody only removed it, the holder makes another one (``keep``), which is locked before it has its name, so that
+  whoever opens it finds it held; those that wait on the old one find out when they get that, and start again.
 """
 
 from __future__ import annotations
@@ -53,6 +59,10 @@ class FailoverLockError(Exception):
     """The lock cannot be trusted; the message says why and what to do."""
 
 
+class EpochLost(FailoverLockError):
+    """The file holds no epoch: somebody else wrote into it."""
+
+
 class FlockFailoverLock:
     """One engine's end of the pod's lock. Construct it before anything opens a socket."""
 
@@ -70,6 +80,14 @@ class FlockFailoverLock:
                 f"cannot open the pod's lock file {path}: {error.strerror}; "
                 "the run folder (HOTSPARE_RUN_DIR) must exist and be writable by this user"
             ) from error
+        try:
+            os.posix_fallocate(self._fd, 0, EPOCH_DIGITS + 1)  # so that no disk is too full for an epoch later
+        except OSError as error:
+            os.close(self._fd)
+            raise FailoverLockError(
+                f"there is no room for the pod's lock file {path}: {error.strerror}; "
+                "make room on the disk of the run folder (HOTSPARE_RUN_DIR)"
+            ) from error
         file_system = _file_system_of(os.fstat(self._fd).st_dev)
         if file_system in NETWORK_FILE_SYSTEMS or file_system.startswith("fuse."):
             os.close(self._fd)
@@ -79,6 +97,7 @@ class FlockFailoverLock:
             )
         self._held = False
         self._closed = False
+        self._waiting = False
         self.granted_at: float | None = None
         """``time.monotonic()`` of the grant, read in the waiting thread and not when the loop got round to it."""
         close_in_forks(self)
@@ -91,6 +110,11 @@ class FlockFailoverLock:
     @property
     def held(self) -> bool:
         return self._held
+
+    @property
+    def waiting(self) -> bool:
+        """Whether somebody waits in ``acquire``."""
+        return self._waiting
 
     async def acquire(self) -> None:
         """Wait, without polling, until this engine is the elected one.
@@ -129,11 +153,14 @@ class FlockFailoverLock:
                 logger.debug("the lock was granted after the event loop had closed")
 
         threading.Thread(target=wait, args=(os.dup(self._fd),), name="failover-lock", daemon=True).start()
+        self._waiting = True
         try:
             self.granted_at = await granted
         except asyncio.CancelledError:
             self.close()
             raise
+        finally:
+            self._waiting = False
         self._held = True
         if not self._is_file_at_path():
             self.close()
@@ -146,37 +173,53 @@ class FlockFailoverLock:
         """The last epoch written, 0 for a new file.
 
         Raises:
-            FailoverLockError: the content is not an epoch.
+            EpochLost: the content is not an epoch.
+            FailoverLockError: it cannot be read.
         """
         try:
             raw = os.pread(self._fd, EPOCH_DIGITS + 1, 0)
         except OSError as error:
             raise FailoverLockError(f"cannot read the epoch from {self.path}: {error.strerror}") from error
-        if not raw:
+        if not raw.strip(b"\0"):
             return 0
         if len(raw) != EPOCH_DIGITS + 1 or not raw[:EPOCH_DIGITS].isdigit() or raw[-1:] != b"\n":
-            raise FailoverLockError(
+            raise EpochLost(
                 f"the lock file {self.path} does not hold an epoch; nothing but hotspare may write it. "
-                "Stop the pod and remove the file"
+                "Remove it, and the engines start again with a new one; the pod need not be stopped"
             )
         return int(raw[:EPOCH_DIGITS])
 
-    def advance_epoch(self, *, at_least: int = 0) -> int:
-        """Write the next epoch, or ``at_least`` if that is more, and return it. Only the holder may.
+    def advance_epoch(self, *, at_least: int = 0, anew: bool = False) -> int:
+        """Write the next epoch, or ``at_least`` if that is more, and return it. Only the holder may. ``anew``: what the
+        file holds does not matter, since ``at_least`` is above every epoch that there was.
 
         Raises:
             FailoverLockError: the file cannot be read or written.
         """
         if not self._held:
             raise RuntimeError("only the holder of the lock may advance the epoch")
-        epoch = max(self.read_epoch() + 1, at_least)
+        epoch = at_least if anew else max(self.read_epoch() + 1, at_least)
         try:
+            if anew:
+                os.ftruncate(self._fd, EPOCH_DIGITS + 1)
             written = os.pwrite(self._fd, b"%0*d\n" % (EPOCH_DIGITS, epoch), 0)
         except OSError as error:
             raise FailoverLockError(f"cannot write the epoch to {self.path}: {error.strerror}") from error
         if written != EPOCH_DIGITS + 1:
             raise FailoverLockError(f"only {written} bytes of the epoch fitted into {self.path}: is the disk full?")
         return epoch
+
+    def holder_pid(self) -> int:
+        """Who holds the lock, by what the kernel lists (proc(5), /proc/locks); 0: nobody, or nobody whom this PID
+        namespace can name."""
+        there = os.fstat(self._fd)
+        wanted = f"{os.major(there.st_dev):02x}:{os.minor(there.st_dev):02x}:{there.st_ino}"
+        with open("/proc/locks", encoding="ascii") as locks:
+            for line in locks:
+                fields = line.split()  # "1: FLOCK ADVISORY WRITE 1234 08:01:5678 0 EOF"; one that waits has "->"
+                if len(fields) > 5 and fields[1:4] == ["FLOCK", "ADVISORY", "WRITE"] and fields[5] == wanted:
+                    return max(0, int(fields[4]))
+        return 0
 
     def release(self) -> None:
         """Let the next engine have it, and keep the file open to wait again."""
@@ -191,6 +234,58 @@ class FlockFailoverLock:
             os.close(self._fd)
             self._fd = -1
 
+    def problem(self) -> str | None:
+        """Why this lock can elect nobody (any more), a sentence; None: it can."""
+        if self._closed:
+            return "its lock is closed"
+        return None if self._is_file_at_path() else f"the lock file {self.path} was replaced: its lock elects nobody"
+
+    def missing(self) -> bool:
+        """Whether nothing is at the path: its holder makes another file there."""
+        return not self._closed and not os.path.lexists(self.path)
+
+    def keep(self) -> str | None:
+        """``problem``, for the holder, that makes another file if somebody has removed its own.
+
+        Raises:
+            FailoverLockError: there can be none. The lock is still held, and nobody else can be elected either.
+        """
+        if self._held and self.missing():
+            self._make_anew()
+        return self.problem()
+
+    def _make_anew(self) -> None:
+        draft = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        fd = -1
+        try:
+            epoch = os.pread(self._fd, EPOCH_DIGITS + 1, 0)
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            draft.unlink(missing_ok=True)
+            fd = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            try:
+                os.posix_fallocate(fd, 0, EPOCH_DIGITS + 1)
+                os.pwrite(fd, epoch, 0)
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.link(draft, self.path)
+            except FileExistsError:
+                return  # somebody was faster: this lock elects nobody any more
+            finally:
+                draft.unlink(missing_ok=True)
+            # The number stays: it must be the lowest. The old file's lock goes, and whoever waits for it starts again.
+            os.dup2(fd, self._fd, inheritable=False)
+        except OSError as error:
+            raise FailoverLockError(
+                f"the lock file {self.path} was removed and cannot be made again: {error.strerror}"
+            ) from error
+        finally:
+            if fd >= 0:
+                os.close(fd)
+        logger.error(
+            "somebody removed the lock file %s while this engine held it: it is there again, and held; nothing but "
+            "hotspare may touch the run folder",
+            self.path,
+        )
+
     def __enter__(self) -> Self:
         return self
 
@@ -200,7 +295,7 @@ class FlockFailoverLock:
     def _is_file_at_path(self) -> bool:
         try:
             there = os.stat(self.path)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return False
         here = os.fstat(self._fd)
         return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)

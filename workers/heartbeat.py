@@ -98,18 +98,21 @@ class Watchdog:
         self._beat_at = max(self._beat_at, now)
         self._end_timeout = end_timeout
 
-    def look(self, *, now: float) -> Stuck | None:
-        """Is it stuck? To be called at least every ``LONGEST_LOOK_SECONDS``."""
+    def look(self, *, now: float, stopped: bool = False) -> Stuck | None:
+        """Is it stuck? To be called at least every ``LONGEST_LOOK_SECONDS``. ``stopped``: its process does not run at
+        all (SIGSTOP), so that waiting for it gives it no time: one that was told to stop is cleaning nothing up."""
         unseen = now - self._looked_at - self.LONGEST_LOOK_SECONDS
         self._looked_at = now
         if unseen > 0:
             self._beat_at += unseen
             self._step_at += unseen
-        beat_timeout = self._init_beat_timeout if self._last.role is Role.INIT else self._beat_timeout
-        if self._end_timeout is not None:
-            beat_timeout = max(beat_timeout, self._end_timeout)
+        initialising = self._last.role is Role.INIT
+        beat_timeout = self._init_beat_timeout if initialising else self._beat_timeout
+        end_timeout = self._end_timeout
+        if end_timeout is not None:
+            beat_timeout = self._beat_timeout if stopped else max(beat_timeout, end_timeout)
         if now - self._beat_at > beat_timeout:
-            return Stuck.NO_BEAT if self._end_timeout is None else Stuck.NO_END
+            return Stuck.NO_BEAT if stopped or end_timeout is None else Stuck.NO_END
         if self._last.busy and now - self._step_at > self._step_timeout:
             return Stuck.NO_STEP
         return None

@@ -1,4 +1,4 @@
-"""One small HTTP GET on a neighbour's admin port: probes and the spare's role. Not for anything that streams."""
+"""One small HTTP request to a neighbour's admin port: probes, the spare's role, hand-overs. Not for what streams."""
 
 from __future__ import annotations
 
@@ -29,23 +29,45 @@ async def http_get(
     Raises:
         GetFailed: refused, reset, too slow, too long, or not HTTP.
     """
+    return await _within(timeout_seconds, host, port, path, headers, tls, None)
+
+
+async def http_post(
+    host: str, port: int, path: str, body: bytes, *, timeout_seconds: float, headers: Mapping[str, str] | None = None
+) -> tuple[int, bytes]:
+    """The same for ``POST path`` with a JSON document."""
+    return await _within(timeout_seconds, host, port, path, headers, None, body)
+
+
+async def _within(
+    timeout_seconds: float,
+    host: str,
+    port: int,
+    path: str,
+    headers: Mapping[str, str] | None,
+    tls: ssl.SSLContext | None,
+    body: bytes | None,
+) -> tuple[int, bytes]:
     try:
         async with asyncio.timeout(timeout_seconds):
-            return await _get(host, port, path, headers or {}, tls)
+            return await _ask(host, port, path, headers or {}, tls, body)
     except TimeoutError:
         raise GetFailed(f"no answer from {host}:{port}{path} within {timeout_seconds:g} s") from None
     except OSError as error:
         raise GetFailed(f"{host}:{port}{path}: {error.strerror or error}") from error
 
 
-async def _get(
-    host: str, port: int, path: str, headers: Mapping[str, str], tls: ssl.SSLContext | None
+async def _ask(
+    host: str, port: int, path: str, headers: Mapping[str, str], tls: ssl.SSLContext | None, sent: bytes | None
 ) -> tuple[int, bytes]:
     more_lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
     reader, writer = await asyncio.open_connection(host, port, limit=MAX_ANSWER_BYTES, ssl=tls)
     try:
-        request = f"GET {path} HTTP/1.1\r\nhost: {host}:{port}\r\nconnection: close\r\n{more_lines}\r\n"
-        writer.write(request.encode())
+        method = "GET" if sent is None else "POST"
+        if sent is not None:
+            more_lines += f"content-type: application/json\r\ncontent-length: {len(sent)}\r\n"
+        request = f"{method} {path} HTTP/1.1\r\nhost: {host}:{port}\r\nconnection: close\r\n{more_lines}\r\n"
+        writer.write(request.encode() + (sent or b""))
         answer = await reader.read(MAX_ANSWER_BYTES + 1)
         while (more := await reader.read(MAX_ANSWER_BYTES + 1)) and len(answer) <= MAX_ANSWER_BYTES:
             answer += more

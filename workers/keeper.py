@@ -29,7 +29,9 @@ from typing import Final
 
 import msgspec
 
+from workers import metrics
 from workers.exit_codes import ExitCode
+from workers.first_process import bury_strays
 from workers.heartbeat import BEAT_BYTES, BeatDecoder, Stuck, Watchdog
 from workers.lifeline import die_with_parent
 from workers.probes import CrashLoop, Decision
@@ -62,6 +64,10 @@ class _Life(msgspec.Struct, frozen=True, kw_only=True):
     """Exit code, or minus the signal's number, as in subprocess."""
     reached_standby: bool
     stuck: Stuck | None
+    ended: float
+    """``time.monotonic()``, as is the next."""
+    killed: float | None
+    """When the keeper killed it, if it did."""
 
 
 class Keeper:
@@ -84,6 +90,11 @@ class Keeper:
         with self._signals() as (wakeup, inherited):
             while True:
                 life = self._one_life(wakeup, inherited)
+                metrics.record_end(
+                    None if self._stops or life.status == ExitCode.DRAINED else _how(life),
+                    at=life.ended,
+                    teardown=None if life.killed is None else life.ended - life.killed,
+                )
                 if self._stops:
                     return self._stopped(life)
                 if life.status == ExitCode.BAD_CONFIGURATION:
@@ -98,7 +109,9 @@ class Keeper:
                     )
                     lost = life.status == ExitCode.MEMORY_SERVICE_LOST
                     return ExitCode.MEMORY_SERVICE_LOST if lost else ExitCode.ENGINE_DEAD
-                logger.warning(
+                logger.log(
+                    # One that ends by itself and in order was asked to: it has changed places with its spare.
+                    logging.INFO if life.status == ExitCode.DRAINED else logging.WARNING,
                     "%s: the engine is gone (%s); forking the next one%s",
                     self._name,
                     _describe(life),
@@ -148,6 +161,7 @@ class Keeper:
 
     def _one_life(self, wakeup: int, signal_pipe: tuple[int, int]) -> _Life:
         self._clean_runtime_dir()
+        self._runtime_dir.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # somebody may have removed it
         self._runtime_dir.mkdir(mode=0o700)
         beats, engine_end = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         pidfd = -1
@@ -215,11 +229,13 @@ class Keeper:
         )
         decoder = BeatDecoder()
         reached_standby, told, stuck = False, 0, None
+        killed: float | None = None
         poller = select.poll()
         for fd in (pidfd, beats, wakeup):
             poller.register(fd, select.POLLIN)
         while True:
             ready = {fd for fd, _ in poller.poll(_LOOK_MS)}
+            bury_strays((pid,))
             now = time.monotonic()
             if beats in ready:
                 data = os.read(beats, 4096 * BEAT_BYTES)
@@ -230,16 +246,32 @@ class Keeper:
                     reached_standby = reached_standby or beat.role in READY_ROLES
             if pidfd in ready:
                 _, status = os.waitpid(pid, 0)
-                return _Life(status=os.waitstatus_to_exitcode(status), reached_standby=reached_standby, stuck=stuck)
+                return _Life(
+                    status=os.waitstatus_to_exitcode(status),
+                    reached_standby=reached_standby,
+                    stuck=stuck,
+                    ended=now,
+                    killed=killed,
+                )
             if wakeup in ready:
                 self._take_signals(wakeup)
             if self._stops > told:
                 told = self._stops
                 watchdog.told_to_stop(now=now, end_timeout=self._timeouts.end)
                 os.kill(pid, signal.SIGTERM if told == 1 else signal.SIGKILL)
-            if stuck is None and (stuck := watchdog.look(now=now)):
+            if stuck is None and (stuck := watchdog.look(now=now, stopped=told > 0 and _is_stopped(pid))):
                 logger.error("%s: killing the engine (pid %d): %s", self._name, pid, stuck.value)
+                killed = time.monotonic()
                 os.kill(pid, signal.SIGKILL)
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a child does not run because of SIGSTOP or the like (proc(5), state T)."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return False
+    return stat.rpartition(b")")[2].split()[0] == b"T"
 
 
 def _describe(life: _Life) -> str:
@@ -248,3 +280,10 @@ def _describe(life: _Life) -> str:
     if life.status < 0:
         return f"killed by {signal.Signals(-life.status).name}"
     return f"exit code {life.status}"
+
+
+def _how(life: _Life) -> str:
+    """The same for a metric: few values."""
+    if life.stuck:
+        return life.stuck.name.lower()
+    return f"signal_{-life.status}" if life.status < 0 else f"exit_{life.status}"

@@ -8,6 +8,8 @@ import sys
 import time
 from typing import Literal
 
+from gms.legible import legible
+
 _OWN_PACKAGES = frozenset({"app", "workers", "gms", "__main__"})
 
 
@@ -43,6 +45,10 @@ class _ConsoleFormatter(logging.Formatter):
         package = record.name.partition(".")[0]
         record.source = "" if package in _OWN_PACKAGES else f"{package}: "
         return super().format(record)
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        record.message = legible(record.message)
+        return super().formatMessage(record)
 
 
 def configure_logging(*, form: Literal["console", "json"], level: str) -> None:

@@ -23,9 +23,19 @@ from gms.protocol import ErrorCode
 from workers.children import Child, LogSink, label_line
 from workers.contract import Role
 from workers.exit_codes import ExitCode
+from workers.first_process import bury_strays
 from workers.hosts import reachable
 from workers.http_get import GetFailed, http_get
-from workers.pod_commands import ENGINE_PREFIX, SERVICE, admin_ports, command_lines, environment
+from workers.keeper_state import why_not_forking
+from workers.pod_commands import (
+    ENGINE_PREFIX,
+    SERVICE,
+    admin_ports,
+    command_lines,
+    environment,
+    metrics_ports,
+    services,
+)
 from workers.pod_files import EngineRecord, MemoryServiceRecord, PodFolder, PodFolderError, PodRecord
 from workers.pod_plan import Action, Deadline, Kill, Phase, PodPlan, Start, Terminate
 from workers.probes import Liveness, LivenessVerdict, Sighting
@@ -37,6 +47,10 @@ logger = logging.getLogger(__name__)
 SERVICE_GRACE_SECONDS: Final = 2.0
 """SIGTERM to SIGKILL for the memory service; the engines are gone by then."""
 REAP_SECONDS: Final = 5.0
+RECORD_AGAIN_SECONDS: Final = 1.0
+"""Between two tries to write pod.json: on a disk that was full there may be room again."""
+FOLDER_LOOK_SECONDS: Final = 1.0
+"""Between two looks at whether the pod's folder is as it was."""
 _ALIVE: Final = frozenset({ErrorCode.TOO_MANY, ErrorCode.BUSY})
 """Answers of a memory service that has more to do than it can: killing it would help nobody."""
 SERVICE_PROBE_SECONDS: Final = 1.0
@@ -65,6 +79,10 @@ class _Hung(msgspec.Struct, frozen=True):
     why: str
 
 
+class _Ready(msgspec.Struct, frozen=True):
+    name: str
+
+
 class _StartDue(msgspec.Struct, frozen=True):
     name: str
 
@@ -80,7 +98,11 @@ class _Live(msgspec.Struct, frozen=True):
     role: str = ""
 
 
-_Event = _Signalled | _Ended | _Hung | _StartDue | _DeadlinePassed
+class _RecordDue(msgspec.Struct, frozen=True):
+    """pod.json could not be written and is tried again, or is not there any more."""
+
+
+_Event = _Signalled | _Ended | _Hung | _Ready | _StartDue | _DeadlinePassed | _RecordDue
 
 
 async def run_pod(settings: PodSettings) -> int:
@@ -98,19 +120,25 @@ class PodSupervisor:
     def __init__(self, settings: PodSettings, *, commands: Mapping[str, Sequence[str]] | None = None) -> None:
         self._settings = settings
         self._admin_ports = admin_ports(settings)
+        self._services = services(settings)
+        self._metrics_ports = metrics_ports(settings)
         self._commands = commands if commands is not None else command_lines(settings)
         self._plan = PodPlan(
             service=SERVICE if settings.gms else None,
             engines=tuple(self._admin_ports),
-            grace_seconds=settings.grace_period_seconds,
+            grace_seconds=settings.engine_stop_seconds,
             service_grace_seconds=SERVICE_GRACE_SECONDS,
             kept=settings.keeper,
+            more_services=[name for name in self._services if name != SERVICE],
         )
         self._folder = PodFolder(settings.pod_dir)
         self._events: asyncio.Queue[_Event] = asyncio.Queue()
         self._children: dict[str, Child] = {}
         self._probes: dict[str, asyncio.Task[None]] = {}
         self._sink: LogSink | None = None
+        self._record_is_old = False
+        """pod.json could not be written, and says what was before."""
+        self._record_due = False
 
     async def run(self) -> int:
         """See ``run_pod``."""
@@ -125,10 +153,11 @@ class PodSupervisor:
             with sink.takes_logging():
                 for number in (signal.SIGTERM, signal.SIGINT):
                     loop.add_signal_handler(number, self._events.put_nowait, _Signalled(number))
+                loop.add_signal_handler(signal.SIGCHLD, self._bury_strays)
                 try:
                     await self._supervise()
                 finally:
-                    for number in (signal.SIGTERM, signal.SIGINT):
+                    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
                         loop.remove_signal_handler(number)
                     self._kill_what_is_left()
                     await self._end_probes()
@@ -144,9 +173,18 @@ class PodSupervisor:
 
     async def _supervise(self) -> None:
         self._perform(self._plan.begin())
-        while not self._plan.finished:
-            event = await self._events.get()
-            self._perform(self._handle(event))
+        looking = asyncio.create_task(self._look_after_folder(), name="folder")
+        try:
+            while not self._plan.finished:
+                event = await self._events.get()
+                self._perform(self._handle(event))
+                self._bury_strays()
+        finally:
+            looking.cancel()
+            await asyncio.wait({looking})
+
+    def _bury_strays(self) -> None:
+        bury_strays([child.pid for child in self._children.values()])
 
     def _handle(self, event: _Event) -> list[Action]:
         match event:
@@ -161,10 +199,16 @@ class PodSupervisor:
                     return []
                 logger.error("%s is not alive: %s", name, why)
                 return [Kill(name)]
+            case _Ready(name):
+                self._plan.ready(name)
+                return []
             case _StartDue(name):
                 return [Start(name)] if self._plan.start_due(name) else []
             case _DeadlinePassed(phase):
                 return self._plan.deadline_passed(phase)
+            case _RecordDue():
+                self._record_due = False
+                return []  # after each event it is written
 
     def _handle_end(self, name: str, pid: int) -> list[Action]:
         code, complaint = FAILED_TO_START, ""
@@ -189,6 +233,7 @@ class PodSupervisor:
 
     def _perform(self, actions: Sequence[Action]) -> None:
         loop = asyncio.get_running_loop()
+        self._keep_folder()
         for action in actions:
             match action:
                 case Start(name, delay) if delay:
@@ -238,16 +283,22 @@ class PodSupervisor:
         host = reachable(settings.host)
         startup, period, failures = (
             (SERVICE_START_SECONDS, SERVICE_PROBE_SECONDS, SERVICE_PROBE_FAILURES)
-            if name == SERVICE
+            if name in self._services
             else (settings.startup_timeout_seconds, settings.liveness_period_seconds, settings.liveness_failures)
         )
         liveness = Liveness(started=started, startup_seconds=startup, failures=failures)
+        told_ready = False
         while True:
             await asyncio.sleep(period)
-            if name == SERVICE:
-                why, seen = await self._ask_service()
+            if device := self._services.get(name):
+                why, seen = await self._ask_service(device)
             else:
                 why, seen = await self._ask_if_alive(host, self._admin_ports[name])
+                if seen.refused and (obstacle := why_not_forking(pid)) is not None:
+                    why, seen = obstacle, msgspec.structs.replace(seen, stuck=True)
+                if seen.ok and not seen.initialising and not told_ready:
+                    told_ready = True
+                    self._events.put_nowait(_Ready(name))
             verdict = liveness.observe(seen, now=time.monotonic())
             if verdict is not LivenessVerdict.KEEP:
                 if verdict is LivenessVerdict.KILL_NEVER_STARTED:
@@ -269,17 +320,17 @@ class PodSupervisor:
         why = "" if status == 200 else f"its admin port answers /live with {status}"
         return why, Sighting(ok=not why, pid=live.pid, initialising=live.role == Role.INIT)
 
-    async def _ask_service(self) -> tuple[str, Sighting]:
-        """Whether the memory service does what engines need of it: answer on its socket."""
+    async def _ask_service(self, device: str) -> tuple[str, Sighting]:
+        """Whether a device's memory service does what engines need of it: answer on its socket."""
         settings = self._settings
 
         def ask() -> None:
             timeout = SERVICE_PROBE_SECONDS
             with GmsClient.connect(
-                settings.gms_socket,
+                settings.gms_socket_of(device),
                 engine="none",
                 instance=settings.instance,
-                device=settings.device,
+                device=device,
                 client="probe",
                 timeout_seconds=timeout,
             ) as client:
@@ -312,12 +363,38 @@ class PodSupervisor:
 
     # --- what others see
 
+    def _keep_folder(self) -> None:
+        """What is started now, and whoever asks about the pod, needs its folder."""
+        if self._plan.finished:
+            return
+        try:
+            if self._folder.restore():
+                logger.error(
+                    "somebody removed the pod's folder %s or its lock while the pod runs: it is there again; nothing "
+                    "but hotspare may touch the run folder",
+                    self._settings.pod_dir,
+                )
+        except PodFolderError as error:
+            logger.error("%s", error)
+
+    async def _look_after_folder(self) -> None:
+        """Somebody may remove it while nothing else happens."""
+        while True:
+            await asyncio.sleep(FOLDER_LOOK_SECONDS)
+            if not self._folder.intact:
+                self._events.put_nowait(_RecordDue())
+
     def _write_record(self) -> None:
         settings = self._settings
         pids = {name: child.pid for name, child in self._children.items()}
-        service = MemoryServiceRecord(
-            pid=pids.get(SERVICE), socket=str(settings.gms_socket), metrics_port=settings.gms_metrics_port
-        )
+        records = {
+            name: MemoryServiceRecord(
+                pid=pids.get(name),
+                socket=str(settings.gms_socket_of(device)),
+                metrics_port=self._metrics_ports[name],
+            )
+            for name, device in self._services.items()
+        }
         engines = {
             name.removeprefix(ENGINE_PREFIX): EngineRecord(
                 pid=pids.get(name), admin_port=port, restarts=self._plan.restarts(name)
@@ -330,18 +407,28 @@ class PodSupervisor:
             pid=os.getpid(),
             host=settings.host,
             serving_port=settings.serving_port,
-            gms=service if settings.gms else None,
+            gms=records.pop(SERVICE, None),
             engines=engines,
+            more_gms=records or msgspec.UNSET,
         )
         try:
             self._folder.write(record)
         except OSError as error:
-            logger.error("pod.json cannot be written: %s", error)
+            if not self._record_is_old:
+                logger.error("pod.json cannot be written and tells of what was before, until it can: %s", error)
+            self._record_is_old = True
+            if not self._record_due:
+                self._record_due = True
+                asyncio.get_running_loop().call_later(RECORD_AGAIN_SECONDS, self._events.put_nowait, _RecordDue())
+            return
+        if self._record_is_old:
+            self._record_is_old = False
+            logger.warning("pod.json is written again")
 
     def _how_it_stops(self) -> str:
         match self._plan.phase:
             case Phase.RUNNING:
-                return f", its engines have {self._settings.grace_period_seconds:g} s"
+                return f", its engines have {self._settings.engine_stop_seconds:g} s"
             case Phase.STOPPING_ENGINES | Phase.STOPPING_SERVICE:
                 return " at once"
             case _:

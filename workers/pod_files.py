@@ -1,11 +1,17 @@
-"""The pod's folder on this machine: who runs the pod, and what others (``hotspare status``) may know of it."""
+"""The pod's folder on this machine: who runs the pod, and what others (``hotspare status``) may know of it.
+
+Where a supervisor runs the pod it writes ``pod.json``. Where a kubelet does, nobody could: so each engine says in a
+file of its own where it is, and those files together are the same record.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
 import os
+import re
 import stat
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -14,6 +20,10 @@ import msgspec
 VERSION: Final = 1
 POD_FILE: Final = "pod.json"
 LOCK_FILE: Final = "pod.lock"
+ENGINE_FILES: Final = "engine-?.json"
+_ENGINE_FILE: Final = re.compile(r"engine-[a-z]\.json")
+METRICS_SUFFIX: Final = ".metrics"
+"""Of the files in which engines keep their counters over their deaths."""
 JOURNAL_SUFFIX: Final = ".sock.state"
 """Of the folder in which a memory service keeps its journal, beside its socket."""
 
@@ -29,11 +39,13 @@ class MemoryServiceRecord(msgspec.Struct, frozen=True, kw_only=True):
     metrics_port: int
 
 
-class EngineRecord(msgspec.Struct, frozen=True, kw_only=True):
+class EngineRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     pid: int | None
     """The keeper's, or, without one, the engine's. ``None`` while it is not running."""
     admin_port: int
     restarts: int
+    apart: bool = False
+    """It is in another PID namespace, a container of its own: no pid that it tells means anything here."""
 
 
 class PodRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,12 +54,80 @@ class PodRecord(msgspec.Struct, frozen=True, kw_only=True):
     version: int = VERSION
     pod: str
     instance: str
-    pid: int
-    """The supervisor's."""
+    pid: int | None
+    """The supervisor's. ``None``: no process here runs the pod; in Kubernetes the kubelet does."""
     host: str
     serving_port: int
     gms: MemoryServiceRecord | None
+    """That of the engines' rank 0."""
     engines: dict[str, EngineRecord]
+    more_gms: dict[str, MemoryServiceRecord] | msgspec.UnsetType = msgspec.UNSET
+    """Those of further ranks, by process name, where there are such."""
+
+
+class EngineFile(msgspec.Struct, frozen=True, kw_only=True):
+    """``engine-a.json``: an engine that no supervisor speaks for."""
+
+    version: int = VERSION
+    pod: str
+    instance: str
+    engine: str
+    pid: int
+    """The keeper's, or, without one, the engine's, in its own PID namespace."""
+    pid_namespace: int
+    host: str
+    serving_port: int
+    admin_port: int
+    gms: tuple[str, ...]
+    """Sockets of the memory services, that of rank 0 first; empty: it has none."""
+
+
+@contextlib.contextmanager
+def announced(pod_dir: Path, file: EngineFile) -> Iterator[None]:
+    """While inside, the engine's file lies in the pod's folder.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path = pod_dir / f"engine-{file.engine}.json"
+    draft = pod_dir / f".{path.name}"  # there is one engine of a name in a pod
+    draft.write_bytes(msgspec.json.encode(file) + b"\n")
+    os.replace(draft, path)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def own_pid_namespace() -> int:
+    """What is equal for processes that see each other by the same pids."""
+    return os.stat("/proc/self/ns/pid").st_ino
+
+
+def record_of(files: Sequence[EngineFile], *, pid_namespace: int) -> PodRecord:
+    """What a pod's engines say of it, as one record. ``pid_namespace``: the reader's. Of files of several lives of the
+    pod the last one's name it: an engine that it does not know is known by its instance."""
+    last = files[-1]
+    services = [MemoryServiceRecord(pid=None, socket=socket, metrics_port=0) for socket in last.gms]
+    return PodRecord(
+        pod=last.pod,
+        instance=last.instance,
+        pid=None,
+        host=last.host,
+        serving_port=last.serving_port,
+        gms=services[0] if services else None,
+        engines={
+            file.engine: EngineRecord(
+                pid=file.pid if file.pid_namespace == pid_namespace else None,
+                admin_port=file.admin_port,
+                restarts=0,
+                apart=file.pid_namespace != pid_namespace,
+            )
+            for file in files
+        },
+        more_gms={f"gms-{rank}": service for rank, service in enumerate(services) if rank} or msgspec.UNSET,
+    )
 
 
 class PodFolder:
@@ -76,6 +156,23 @@ class PodFolder:
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, b"%d\n" % os.getpid(), 0)
 
+    @property
+    def intact(self) -> bool:
+        """Whether the lock is still that of the folder, and pod.json, once written, in it."""
+        return self._lock >= 0 and _is_file_at(self._lock, self._path / LOCK_FILE) and (self._path / POD_FILE).exists()
+
+    def restore(self) -> bool:
+        """Make the folder and its lock again if somebody has removed them; whether that was needed.
+
+        Raises:
+            PodFolderError: it cannot be made or written, or another supervisor has it by now.
+        """
+        if self._lock >= 0 and _is_file_at(self._lock, self._path / LOCK_FILE):
+            return False
+        self.close()
+        self.open()
+        return True
+
     def write(self, record: PodRecord) -> None:
         """Replace pod.json in one step: a reader sees the old document or the new one."""
         draft = self._path / f".{POD_FILE}.{os.getpid()}"
@@ -83,8 +180,8 @@ class PodFolder:
         os.replace(draft, self._path / POD_FILE)
 
     def clean(self) -> None:
-        """Remove what means something only while the pod runs: pod.json, sockets, locks, a memory service's journal
-        (its pages are gone with all who had them), folders left empty.
+        """Remove what means something only while the pod runs: pod.json, sockets, locks, counters, a memory service's
+        journal (its pages are gone with all who had them), folders left empty.
 
         Call it when all processes of the pod have ended.
         """
@@ -94,7 +191,12 @@ class PodFolder:
             for name in files:
                 entry = here / name
                 with contextlib.suppress(OSError):
-                    known = journal or name == POD_FILE or entry.suffix == ".lock"
+                    known = (
+                        journal
+                        or name == POD_FILE
+                        or _ENGINE_FILE.fullmatch(name)
+                        or entry.suffix in (".lock", ".key", METRICS_SUFFIX)
+                    )
                     if known or stat.S_ISSOCK(entry.lstat().st_mode):
                         entry.unlink()
             for name in folders:
@@ -122,7 +224,8 @@ class PodFolder:
                 os.close(fd)
                 raise PodFolderError(
                     f"the pod in {self._path} is run by another supervisor (process {holder or 'unknown'}); "
-                    "stop that one, or set HOTSPARE_POD to another name"
+                    "stop that one, or choose another folder with --run-dir (HOTSPARE_RUN_DIR) or another name for "
+                    "the pod (HOTSPARE_POD)"
                 ) from None
             except BaseException:
                 os.close(fd)

@@ -95,26 +95,29 @@ class PodPlan:
         grace_seconds: float,
         service_grace_seconds: float,
         kept: bool = True,
+        more_services: Sequence[str] = (),
     ) -> None:
-        """``kept``: an engine's process is a keeper, which ends by itself only when its engine cannot be started."""
-        self._service = service
+        """``more_services``: those of further devices, treated as ``service`` is. ``kept``: an engine's process is a
+        keeper, which ends by itself only when its engine cannot be started."""
+        self._services = (*((service,) if service else ()), *more_services)
         self._engines = tuple(engines)
         self._grace = grace_seconds
         self._service_grace = service_grace_seconds
         self._final = _GAVE_UP if kept else frozenset({ExitCode.BAD_CONFIGURATION})
-        names = (*((service,) if service else ()), *engines)
+        names = (*self._services, *engines)
         self._processes = {
             name: _Process(
-                maximum_seconds=SERVICE_RESTART_MAXIMUM_SECONDS if name == service else RESTART_MAXIMUM_SECONDS
+                maximum_seconds=SERVICE_RESTART_MAXIMUM_SECONDS if name in self._services else RESTART_MAXIMUM_SECONDS
             )
             for name in names
         }
+        self._was_ready = False
         self.phase = Phase.RUNNING
         self.exit_code = ExitCode.DRAINED
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All processes, the memory service first."""
+        """All processes, the memory services first."""
         return tuple(self._processes)
 
     @property
@@ -138,6 +141,10 @@ class PodPlan:
         process.alive = True
         process.started = now
 
+    def ready(self, name: str) -> None:
+        """An engine is initialised: the pod can start with this configuration, whatever may follow."""
+        self._was_ready = self._was_ready or name in self._engines
+
     def exited(self, name: str, code: int, *, now: float) -> list[Action]:
         """A process ended with ``code`` (minus the signal's number, as in subprocess) and was reaped."""
         process = self._processes[name]
@@ -151,7 +158,7 @@ class PodPlan:
                 self.exit_code = ExitCode(code)
                 return self._stop_engines()
         lived = now - process.started
-        ended_by_others = code < 0 or (name == self._service and code == 0)  # by a signal, deadly or not
+        ended_by_others = code < 0 or (name in self._services and code == 0)  # by a signal, deadly or not
         if ended_by_others and lived >= RESTART_SETTLED_SECONDS:
             return [Start(name)]
         delay = process.backoff.died(lived_seconds=lived)
@@ -179,7 +186,9 @@ class PodPlan:
         return [Kill(name) for name in left]
 
     def _cannot_start(self, name: str) -> bool:
-        if name == self._service:
+        if self._was_ready:
+            return False
+        if name in self._services:
             return True
         return all(self._processes[engine].first_life_refused for engine in self._engines)
 
@@ -194,8 +203,8 @@ class PodPlan:
         """Go on with the next phase if nothing of this one is left."""
         if self.phase is Phase.STOPPING_ENGINES and not self._alive(self._engines):
             self.phase = Phase.STOPPING_SERVICE
-            if self._service is not None and self._processes[self._service].alive:
-                return [Terminate(self._service), Deadline(self.phase, self._service_grace)]
+            if alive := self._alive(self._services):
+                return [*(Terminate(name) for name in alive), Deadline(self.phase, self._service_grace)]
         if self.phase is not Phase.STOPPING_ENGINES and not self._alive(self.names):
             self.phase = Phase.STOPPED
         return []

@@ -52,6 +52,10 @@ REFORK_SECONDS: Final = 60.0
 """A keeper that has imported everything forks within seconds; one that does not is stuck itself."""
 
 
+STUCK_LOOKS: Final = 2
+"""One may fall into the moment between an engine's death and its being reaped."""
+
+
 class Sighting(msgspec.Struct, frozen=True, kw_only=True):
     """One result of a liveness probe."""
 
@@ -62,6 +66,8 @@ class Sighting(msgspec.Struct, frozen=True, kw_only=True):
     """It said that it is not initialised yet."""
     refused: bool = False
     """Nobody listens, and yet the supervised process lives: its keeper is about to fork the next engine."""
+    stuck: bool = False
+    """The supervised process forks none: it is stopped, or leaves the dead one unreaped."""
 
 
 class Liveness:
@@ -78,6 +84,7 @@ class Liveness:
         self._failures = failures
         self._pid = 0
         self._starting = True
+        self._stuck = 0
         self.answered = False
         self.allowed_seconds = startup_seconds
         """How long the engine that is expected now may take to answer."""
@@ -85,6 +92,9 @@ class Liveness:
 
     def observe(self, seen: Sighting, *, now: float) -> LivenessVerdict:
         """Take one result in."""
+        self._stuck = self._stuck + 1 if seen.stuck else 0
+        if self._stuck >= STUCK_LOOKS:
+            return LivenessVerdict.KILL_SILENT
         another = bool(seen.pid and self._pid and seen.pid != self._pid)
         if another:
             self._begin(now, self._startup_seconds)

@@ -9,30 +9,46 @@ from __future__ import annotations
 import os
 import secrets
 import shlex
+from collections.abc import Container, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Final, Literal, Self, TypeVar
 
 from pydantic import (
     AfterValidator,
+    AliasChoices,
     BeforeValidator,
     Field,
     SecretStr,
     StringConstraints,
     ValidationError,
+    ValidationInfo,
     model_validator,
 )
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from workers.contract import parse_worker_tokens
+from workers.engine import EngineConfigError
+from workers.engines.catalogue import find
+from workers.engines.vllm import build
 from workers.heartbeat import BEAT_PERIOD_SECONDS
+from workers.route_groups import RouteGroup
 
 MIB = 1024 * 1024
 
 DEFAULT_RUN_DIR = Path(".hotspare")
 
-EngineName = Literal["vllm", "sim"]
-EngineId = Annotated[str, StringConstraints(pattern=r"^[a-z]$")]
-PodName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?$")]
+_ENGINE_ID: Final = r"^[a-z]$"
+_POD_NAME: Final = r"^[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?$"
+_DEVICE: Final = r"^(cpu|cuda):[0-9]{1,3}$"
+_IN_WORDS: Final = {
+    _ENGINE_ID: "an engine's id is one small letter",
+    _POD_NAME: "a pod's name is small letters, digits, dots and dashes, 63 at most, a letter or digit first and last",
+    _DEVICE: "a device is cpu:N or cuda:N, with its number from 0 on",
+}
+"""What a pattern asks for, for people."""
+
+EngineId = Annotated[str, StringConstraints(pattern=_ENGINE_ID)]
+PodName = Annotated[str, StringConstraints(pattern=_POD_NAME)]
 Port = Annotated[int, Field(ge=1, le=65535)]
 
 SECRET = frozenset({"worker_token"})
@@ -40,13 +56,17 @@ SECRET = frozenset({"worker_token"})
 
 SettingsT = TypeVar("SettingsT", bound=BaseSettings)
 
+MAX_SHADOWS = 7
+"""A pod has ten ports: one to serve on, one for each engine, and the memory service's last."""
+
 MIN_BEAT_TIMEOUT_SECONDS = 3 * BEAT_PERIOD_SECONDS
 """With less, one late beat of a busy machine would cost a healthy engine its life."""
+KILL_MARGIN_SECONDS = 10.0
 MAX_UNIX_PATH_BYTES = 107
 """``sun_path`` holds 108 bytes with its terminating zero (unix(7))."""
 
 
-def _split_ports(value: object) -> object:
+def _split_commas(value: object) -> object:
     return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
 
 
@@ -67,12 +87,24 @@ def _split_arguments(value: object) -> object:
     return shlex.split(value) if isinstance(value, str) else value
 
 
-def _on_cpu(device: str) -> str:
-    if not device.startswith("cpu:"):
-        raise ValueError(
-            "engines run on the CPU in this version and cannot use a GPU's memory; choose cpu:N "
-            "(the memory service alone takes cuda:N: gms --device)"
-        )
+def _known_engine(name: str) -> str:
+    """Whether it exists is known without importing it; whether it fits is the engine process's to find out."""
+    try:
+        return find(name).name
+    except EngineConfigError as error:
+        raise ValueError(str(error)) from error
+
+
+def _for_engine(device: str, info: ValidationInfo) -> str:
+    """Whether an engine of ours computes there is known without importing it; another's is its own to say."""
+    engine = info.data.get("engine")
+    if build.on_gpu(device) and engine == "sim":
+        raise ValueError("the sim engine computes on the CPU; choose cpu:N")
+    if build.on_gpu(device) and engine == "vllm":
+        try:
+            build.check_device(device)
+        except EngineConfigError as error:
+            raise ValueError(str(error)) from error
     return device
 
 
@@ -82,10 +114,12 @@ def _token(value: SecretStr) -> SecretStr:
 
 
 OptionalPath = Annotated[Path | None, BeforeValidator(_unset_if_empty)]
-Ports = Annotated[tuple[Port, ...], NoDecode, BeforeValidator(_split_ports)]
+Ports = Annotated[tuple[Port, ...], NoDecode, BeforeValidator(_split_commas)]
 """Comma-separated in a flag or an environment variable."""
+EngineName = Annotated[str, AfterValidator(_known_engine)]
 Arguments = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_arguments)]
 """As a shell would split them."""
+RouteGroups = Annotated[tuple[RouteGroup, ...], NoDecode, BeforeValidator(_split_commas)]
 
 
 LogLevel = Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(_lower)]
@@ -107,8 +141,9 @@ def load_settings(cls: type[SettingsT], flags: dict[str, Any]) -> SettingsT:
     except ValidationError as error:
         sentences = []
         for problem in error.errors(include_url=False):
-            name = _variable(cls, error.title, problem["loc"])
-            message = problem["msg"].removeprefix("Value error, ")
+            name = _variable(cls, error.title, problem["loc"], flags=flags)
+            pattern = problem.get("ctx", {}).get("pattern", "")
+            message = _IN_WORDS.get(pattern, problem["msg"].removeprefix("Value error, "))
             given = problem.get("input")
             secret = bool(problem["loc"]) and problem["loc"][0] in SECRET
             shown = "" if secret or isinstance(given, dict) else f" (given: {given!r})"
@@ -117,9 +152,11 @@ def load_settings(cls: type[SettingsT], flags: dict[str, Any]) -> SettingsT:
         raise SettingsError("; ".join(sentences)) from error
 
 
-def _variable(cls: type[BaseSettings], failed: str, location: tuple[int | str, ...]) -> str:
+def _variable(cls: type[BaseSettings], failed: str, location: tuple[int | str, ...], *, flags: Container[str]) -> str:
     """The variable behind a problem; "" if it is about several. ``failed`` is the class that refused: ``cls``, or
-    settings nested in it, which have a prefix of their own."""
+    settings nested in it, which have a prefix of their own. Of a setting's several names it is the one that is set,
+    unless one of ``flags`` set it.
+    """
     nested = {
         name: field.annotation
         for name, field in cls.model_fields.items()
@@ -128,7 +165,13 @@ def _variable(cls: type[BaseSettings], failed: str, location: tuple[int | str, .
     owner = next((other for other in nested.values() if other.__name__ == failed), cls)
     if location and location[0] in nested:
         owner, location = nested[str(location[0])], location[1:]
-    return f"{owner.model_config.get('env_prefix', '')}{str(location[0]).upper()}" if location else ""
+    if not location:
+        return ""
+    name = f"{owner.model_config.get('env_prefix', '')}{str(location[0]).upper()}"
+    alias = owner.model_fields[str(location[0])].validation_alias if location[0] in owner.model_fields else None
+    others = [str(other) for other in alias.choices[1:]] if isinstance(alias, AliasChoices) else []
+    given = {variable.upper() for variable in os.environ} if location[0] not in flags else set()
+    return next((other for other in others if other in given), name)
 
 
 class SimSettings(BaseSettings):
@@ -144,12 +187,34 @@ class SimSettings(BaseSettings):
     """Time between two tokens."""
     startup_seconds: Annotated[float, Field(ge=0, le=3600)] = 0.0
     """How long its initialisation takes."""
+    restart_seconds: Annotated[float | None, Field(ge=0, le=3600), BeforeValidator(_unset_if_empty)] = None
+    """The same for an engine that takes the place of one of the same name, in the pod's life. Unset: as the first."""
+    prefill_tokens_per_second: Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)] = 0.0
+    """Above 0, the time of an accelerator is simulated, and ``ttft_seconds`` and ``token_seconds`` mean nothing: this
+    is how many tokens of prompts it computes in a second, alone and for all requests together. A step takes
+    ``step_seconds``, for each sequence that decodes ``sequence_seconds``, for each token of these sequences' contexts
+    ``context_token_seconds``, and what its chunk of prompts takes at this rate. ``GET /accelerator`` on the serving
+    port says what it did, and whether the machine was fast enough to hold these times."""
+    step_seconds: Annotated[float, Field(ge=0, le=60)] = 0.008
+    """Of a simulated accelerator: what each step takes, whatever is in it."""
+    sequence_seconds: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Of a simulated accelerator: what each sequence that decodes adds to a step."""
+    context_token_seconds: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Of a simulated accelerator: what each token of context of these sequences adds to a step."""
+    chunk_tokens: Annotated[int, Field(ge=1, le=1 << 22)] = 2048
+    """Of a simulated accelerator: most tokens of prompts in a step."""
+    kv_tokens: Annotated[int, Field(ge=0, le=1 << 40)] = 0
+    """Of a simulated accelerator: how many tokens of prompts and answers it has room for at a time; what does not fit
+    waits. 0: no limit but ``capacity``."""
     weights_bytes: Annotated[int, Field(ge=4096, le=1 << 40)] = 8 * MIB
     """Size of its weights."""
     kv_bytes: Annotated[int, Field(ge=65536, le=1 << 40)] = 16 * MIB
     """Size of its KV cache."""
     max_model_len: Annotated[int, Field(ge=16, le=1 << 22)] = 131072
     """Most tokens of a prompt and its answer together."""
+    poison_text: str = ""
+    """A fault for tests: a prompt that contains this text kills the engine before its first token; with ``@K`` at the
+    end of the text, after every K-th. Empty: none does."""
 
 
 class WorkerSettings(BaseSettings):
@@ -158,7 +223,8 @@ class WorkerSettings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="HOTSPARE_", extra="ignore", populate_by_name=True)
 
     engine: EngineName = "vllm"
-    """``vllm``, or ``sim``: a deterministic engine without a model."""
+    """``vllm``; ``sim``, a deterministic engine without a model; any other one that is installed (``hotspare engines``
+    lists them); or a class as ``module:Class``."""
     pod: PodName = "pod-0"
     """The pod's name, and that of its folder in the run folder."""
     instance: str = Field(default_factory=lambda: secrets.token_hex(8), min_length=1, max_length=64)
@@ -178,17 +244,50 @@ class WorkerSettings(BaseSettings):
     reaches the port is answered. Gateways have the same setting. It has no flag: those can be read by others."""
     worker_token_file: OptionalPath = None
     """Tokens, one a line, all of them accepted; ``#`` begins a comment. Read again within seconds when it changes."""
-    device: Annotated[str, AfterValidator(_on_cpu), StringConstraints(pattern=r"^(cpu|cuda):[0-9]{1,3}$")] = "cpu:0"
-    """Whose memory it is: ``cpu:N``. Engines of this version run on the CPU."""
+    device: Annotated[str, AfterValidator(_for_engine), StringConstraints(pattern=_DEVICE)] = "cpu:0"
+    """Where engines compute, and whose memory it is: ``cpu:N``, or ``cuda:N`` where the installed vLLM is a build for
+    GPUs (docs/gpu.md; not run on hardware)."""
+    tensor_parallel_size: Annotated[int, Field(ge=1, le=8)] = 1
+    """Ranks of each engine, every one a process with a device and a memory service of its own: ``device`` and those
+    that follow it. The sim engine has them, and vLLM on CPUs, for models whose heads can be shared between them."""
     log_format: Literal["console", "json"] = "console"
     """Lines for people, or one JSON object a line."""
     log_level: LogLevel = "info"
     """Least level that is logged; upper or lower case."""
     parent_pid: int | None = None
     """Die when this process, the parent, dies. Set by whoever starts us on one machine; unset in a container."""
-    drain_timeout_seconds: Annotated[float, Field(ge=0, le=3600)] = 5.0
-    """How long a terminating engine waits for the requests it has."""
-    engine_shutdown_seconds: Annotated[float, Field(gt=0, le=3600)] = 5.0
+    drain_mode: Literal["handover", "wait"] = "handover"
+    """What becomes of the requests of an active engine that is told to stop: ``handover``, its spare takes them over
+    and it ends at once, or, without a spare that is ready, as ``wait``: it answers them to their end."""
+    grace_period_seconds: Annotated[
+        float,
+        Field(
+            ge=0,
+            le=3600,
+            validation_alias=AliasChoices(
+                "grace_period_seconds",
+                "HOTSPARE_GRACE_PERIOD_SECONDS",
+                "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS",
+            ),
+        ),
+    ] = 5.0
+    """How long an engine that waits for its requests still takes new ones, after it has said that it drains: from
+    whoever has not heard of it. Over at once when no gateway watches it any more."""
+    shutdown_timeout_seconds: Annotated[
+        float,
+        Field(
+            ge=0,
+            le=86400,
+            validation_alias=AliasChoices(
+                "shutdown_timeout_seconds",
+                "HOTSPARE_SHUTDOWN_TIMEOUT_SECONDS",
+                "DYN_RUNTIME_GRACEFUL_SHUTDOWN_TIMEOUT_SECS",
+            ),
+        ),
+    ] = 900.0
+    """How long it may take until the requests of a terminating engine have ended, its grace period included; what is
+    left then is cut."""
+    engine_shutdown_seconds: Annotated[float, Field(gt=0, le=3600)] = 30.0
     """How long an engine may take to stop after its requests have ended; if it is silent for longer it is killed."""
 
     @property
@@ -201,8 +300,27 @@ class WorkerSettings(BaseSettings):
         return self.pod_dir / "active.lock"
 
     @property
+    def devices(self) -> tuple[str, ...]:
+        """One for each rank."""
+        kind, _, first = self.device.partition(":")
+        return tuple(f"{kind}:{int(first) + rank}" for rank in range(self.tensor_parallel_size))
+
+    @property
     def gms_socket(self) -> Path:
-        return self.pod_dir / f"gms-{self.device.replace(':', '-')}.sock"
+        """Of the first device's memory service."""
+        return self.gms_socket_of(self.device)
+
+    def gms_socket_of(self, device: str) -> Path:
+        return self.pod_dir / f"gms-{device.replace(':', '-')}.sock"
+
+    @model_validator(mode="after")
+    def _grace_within_timeout(self) -> Self:
+        if self.grace_period_seconds > self.shutdown_timeout_seconds:
+            raise ValueError(
+                f"grace_period_seconds ({self.grace_period_seconds:g}) is a part of shutdown_timeout_seconds "
+                f"({self.shutdown_timeout_seconds:g}) and cannot be longer; shorten the one or lengthen the other"
+            )
+        return self
 
     @model_validator(mode="after")
     def _paths_fit(self) -> Self:
@@ -237,8 +355,31 @@ class EngineSettings(WorkerSettings):
     """``beat_timeout_seconds`` before the engine is initialised: loading weights may hold the loop up for a while."""
     step_timeout_seconds: Annotated[float, Field(gt=0, le=86400)] = 120.0
     """The keeper kills an engine that took no step for this long while requests run."""
+    token_timeout_seconds: Annotated[float, Field(gt=0, le=86400)] = 300.0
+    """An engine none of whose requests gets a token further for this long is replaced, though it makes steps."""
+    health_check_seconds: Annotated[float, Field(gt=0, le=600)] = 2.0
+    """How often the active engine is looked at."""
+    private_memory_limit_bytes: Annotated[int, Field(ge=0)] = 0
+    """An engine with more memory of its own than this (the memory service's not counted) is replaced in order; 0: no
+    limit."""
+    self_test_seconds: Annotated[float, Field(ge=0, le=86400)] = 30.0
+    """How often a parked engine tests whether it could take over; 0: never. One that fails is replaced."""
+    self_test_timeout_seconds: Annotated[float, Field(gt=0, le=600)] = 10.0
+    """How long a self-test may take."""
+    handover_timeout_seconds: Annotated[float, Field(gt=0, le=600)] = 5.0
+    """Of a hand-over: how long the step in hand may take, and then the spare to serve. After that this engine goes on.
+    Streams pause meanwhile. Less for one that was told to stop, if little of ``shutdown_timeout_seconds`` is left."""
+    graceful_shutdown_except: RouteGroups = ()
+    """Routes whose requests a terminating engine does not wait for, comma separated: ``chat``, ``completions``,
+    ``responses``, ``messages``, ``audio``, ``pooling`` (embeddings, scores and the like), ``other``. They are cut once
+    no new ones are taken, and gateways take them elsewhere."""
     bind_timeout_seconds: Annotated[float, Field(gt=0, le=60)] = 2.0
     """How long a promoted engine tries to get the serving port."""
+    wake_timeout_seconds: Annotated[float, Field(gt=0, le=600)] = 10.0
+    """How long a promoted engine may take to wake, beside its waits for the memory service; one that takes longer is
+    ended, and the next engine has its turn."""
+    promotion_check_seconds: Annotated[float, Field(gt=0, le=60)] = 2.0
+    """How long a promoted engine may take to answer itself over the serving port. It counts as active only then."""
     memory_timeout_seconds: Annotated[float, Field(gt=0, le=3600)] = 60.0
     """How long to wait for the memory service to do what another engine holds up: its commit of the weights."""
     memory_wait_seconds: Annotated[float, Field(ge=0, le=600)] = 15.0
@@ -257,19 +398,59 @@ class EngineSettings(WorkerSettings):
     kv_cache_bytes: Annotated[int, Field(ge=MIB)] = 512 * MIB
     """Size of the KV cache."""
     engine_args: Arguments = ()
-    """Further arguments for vLLM, as ``vllm serve`` takes them."""
+    """Further arguments for the engine: vLLM's as ``vllm serve`` takes them, another one's as its own page says."""
+    kv_carry_over: bool = True
+    """Whether a promoted engine goes on with the prefix cache of the one before, whose KV pages it gets."""
     sim: SimSettings = Field(default_factory=SimSettings)
+
+    @model_validator(mode="after")
+    def _handover_within_timeout(self) -> Self:
+        given = "handover_timeout_seconds" in self.model_fields_set and self.drain_mode == "handover"
+        if given and self.handover_timeout_seconds > self.shutdown_timeout_seconds:
+            raise ValueError(
+                f"handover_timeout_seconds ({self.handover_timeout_seconds:g}) is a part of shutdown_timeout_seconds "
+                f"({self.shutdown_timeout_seconds:g}) and cannot be longer; shorten the one or lengthen the other"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _ports_are_two(self) -> Self:
+        _refuse_equal([("serving_port", self.serving_port), ("admin_port", self.admin_port)])
+        for name, port in (("serving_port", self.serving_port), ("admin_port", self.admin_port)):
+            if port in self.standby_admin_ports:
+                raise ValueError(
+                    f"standby_admin_ports are the pod's other engines', and {port} is this one's {name}; leave it out"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _times_agree(self) -> Self:
+        if self.init_beat_timeout_seconds < self.beat_timeout_seconds:
+            raise ValueError(
+                f"init_beat_timeout_seconds ({self.init_beat_timeout_seconds:g}) cannot be shorter than "
+                f"beat_timeout_seconds ({self.beat_timeout_seconds:g}): an engine that initialises holds its loop up "
+                "for longer than one that serves; lengthen the one or shorten the other"
+            )
+        if self.health_check_seconds > self.token_timeout_seconds:
+            raise ValueError(
+                f"health_check_seconds ({self.health_check_seconds:g}) cannot be longer than token_timeout_seconds "
+                f"({self.token_timeout_seconds:g}): nobody would look in time; shorten the one or lengthen the other"
+            )
+        return self
 
 
 class PodSettings(WorkerSettings):
     """The supervisor of one pod on this machine."""
 
-    shadows: Annotated[int, Field(ge=0, le=1)] = 1
-    """Spare engines, 0 or 1."""
-    admin_ports: Ports = (8101, 8102)
-    """Admin ports of the engines, comma separated, one each."""
+    shadows: Annotated[int, Field(ge=0, le=MAX_SHADOWS)] = 1
+    """Spare engines. They take over one after the other; with 0 the engine that died is forked anew."""
+    admin_ports: Ports = tuple(range(8101, 8102 + MAX_SHADOWS))
+    """Admin ports of the engines, comma separated, one each; those beyond the last engine are not used."""
     gms_metrics_port: Annotated[int, Field(ge=0, le=65535)] = 8109
     """Where the memory service serves /metrics; 0: nowhere."""
+    more_gms_metrics_ports: Ports = ()
+    """With several ranks, where the memory services of the further ones do, comma separated, rank 1's first; those
+    without one serve none."""
     gms_memory_limit_bytes: Annotated[int, Field(ge=0)] = 0
     """Most that the memory service may hold; 0: no limit but the machine's."""
     liveness_period_seconds: Annotated[float, Field(gt=0, le=600)] = 2.0
@@ -280,18 +461,55 @@ class PodSettings(WorkerSettings):
     """So many failures in a row, and the engine is killed."""
     startup_timeout_seconds: Annotated[float, Field(gt=0, le=86400)] = 600.0
     """Liveness does not count before an engine's first answer, for at most this long."""
-    grace_period_seconds: Annotated[float, Field(gt=0, le=86400)] = 15.0
-    """SIGTERM to SIGKILL: time for the requests, for the engine's own shutdown, and some to spare."""
+    kill_after_seconds: Annotated[float | None, Field(gt=0, le=172800), BeforeValidator(_unset_if_empty)] = None
+    """SIGTERM to SIGKILL, if an engine does not end by itself. Unset: ``shutdown_timeout_seconds``,
+    ``engine_shutdown_seconds`` and 10 seconds to spare."""
+
+    @property
+    def engine_stop_seconds(self) -> float:
+        """SIGTERM to SIGKILL."""
+        orderly = self.shutdown_timeout_seconds + self.engine_shutdown_seconds
+        return orderly + KILL_MARGIN_SECONDS if self.kill_after_seconds is None else self.kill_after_seconds
 
     @model_validator(mode="after")
-    def _grace_covers_drain(self) -> Self:
-        orderly = self.drain_timeout_seconds + self.engine_shutdown_seconds
-        if self.grace_period_seconds <= orderly:
+    def _kill_after_orderly_end(self) -> Self:
+        orderly = self.shutdown_timeout_seconds + self.engine_shutdown_seconds
+        if self.kill_after_seconds is not None and self.kill_after_seconds <= orderly:
             raise ValueError(
-                f"grace_period_seconds ({self.grace_period_seconds:g}) must be longer than drain_timeout_seconds "
-                f"({self.drain_timeout_seconds:g}) and engine_shutdown_seconds ({self.engine_shutdown_seconds:g}) "
+                f"kill_after_seconds ({self.kill_after_seconds:g}) must be longer than shutdown_timeout_seconds "
+                f"({self.shutdown_timeout_seconds:g}) and engine_shutdown_seconds ({self.engine_shutdown_seconds:g}) "
                 f"together ({orderly:g}), or engines are killed while they drain or stop"
             )
         if len(self.admin_ports) < self.shadows + 1:
             raise ValueError(f"{self.shadows + 1} engines need as many admin ports; got {len(self.admin_ports)}")
         return self
+
+    @model_validator(mode="after")
+    def _ports_are_several(self) -> Self:
+        used = [("serving_port", self.serving_port)]
+        used += [("admin_ports", port) for port in self.admin_ports[: self.shadows + 1]]
+        if self.gms and self.gms_metrics_port:
+            used.append(("gms_metrics_port", self.gms_metrics_port))
+        if self.gms:
+            more = self.more_gms_metrics_ports[: self.tensor_parallel_size - 1]
+            used += [("more_gms_metrics_ports", port) for port in more]
+        _refuse_equal(used)
+        return self
+
+
+def _refuse_equal(used: Sequence[tuple[str, int]]) -> None:
+    """Two listeners cannot have one port: the second would be tried again and again. ``used``: settings and ports."""
+    first: dict[int, str] = {}
+    for name, port in used:
+        other = first.setdefault(port, name)
+        if other is not name:
+            raise ValueError(
+                f"{other} and {name} are both {port}; choose another one for {_names(other)} or {_names(name)}"
+            )
+        if sum(given == (name, port) for given in used) > 1:
+            whose = "engine" if name == "admin_ports" else "memory service"
+            raise ValueError(f"{name} has {port} twice; each {whose} needs one of its own ({_names(name)})")
+
+
+def _names(setting: str) -> str:
+    return f"--{setting.replace('_', '-')} (HOTSPARE_{setting.upper()})"

@@ -9,6 +9,7 @@ import msgspec
 from gms.custody_phases import CustodyState, Phase
 from workers.contract import Role
 from workers.engine import EngineMemory
+from workers.self_test import SelfTest
 
 
 class Promotion(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,6 +63,23 @@ def service_link(states: Sequence[CustodyState]) -> ServiceLink | None:
     )
 
 
+class DrainState(msgspec.Struct, frozen=True, kw_only=True):
+    """How far an engine is that is told to go. ``phase`` is one of ``workers.drain_plan.Phase``, or a stage of
+    ``workers.handover.Stage``; ``remaining``: requests by route group; times are seconds."""
+
+    phase: str
+    seconds: float
+    """Since it was told to."""
+    left_seconds: float | None
+    """Until what remains is cut, or the hand-over called off; None: no such time is set yet."""
+    remaining: dict[str, int]
+    bound: tuple[str, ...] = ()
+    """Before a hand-over: the requests that are waited for since no other engine could go on with them, the oldest
+    ones. Ids and paths, nothing of their content."""
+    cut: bool | None = None
+    """Then: whether they are cut when the time is over."""
+
+
 class EngineState(msgspec.Struct, frozen=True, kw_only=True):
     """The document at ``/state``."""
 
@@ -73,7 +91,7 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     keeper_pid: int | None
     restarts: int
-    """How many engines this keeper has forked before this one."""
+    """How many engines of this name there were before this one in the pod's life, whichever keeper forked them."""
     epoch: int
     inflight: int
     capacity: int
@@ -85,7 +103,17 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
     monotonic: float
     memory_service: ServiceLink | None = None
     promotion: Promotion | None = None
+    draining: DrainState | None = None
     failure: str | None = None
+    obstacle: str | None = None
+    """Why its last promotion failed; None if none did since one succeeded."""
+    self_test: SelfTest | None = None
+    """What the engine's self-tests say, as long as it is parked; None in any other role."""
+
+    @property
+    def spare(self) -> bool:
+        """Whether this engine could take over now, as far as is known."""
+        return self.role is Role.STANDBY and (self.self_test is None or self.self_test.ok)
 
     @property
     def since(self) -> float:

@@ -8,15 +8,20 @@ dies before that is asked again, and one that dies during a commit is followed b
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from typing import Final
 
-from gms.client import Allocation, GmsClient, GmsError, Lease, LeaseMode
+from gms.client import Allocation, AllocationInfo, GmsClient, GmsError, Lease, LeaseMode, digests_of
 from gms.commit import commit_surely
 from gms.custody import Custody
 from gms.custody_phases import CustodyState
 from gms.mapping import Reservation
-from gms.protocol import ErrorCode
+from gms.protocol import Digests, ErrorCode
+from gms.rotation import ALGORITHM, ALGORITHMS, Rotation
 from workers.memory import MemoryService
+
+logger = logging.getLogger(__name__)
 
 ARENA_TAG: Final = "weights"
 
@@ -41,6 +46,7 @@ class WeightsMemory:
         self._range: Reservation | None = None
         self._custody: Custody | None = None
         self._interrupted = False
+        self._rotation: Rotation | None = None
 
     def attach(self) -> None:
         """Write, if nobody has committed this layout or is writing it; read otherwise, as soon as it is there.
@@ -88,10 +94,19 @@ class WeightsMemory:
         client, lease, pages = self._client, self._attached, self._pages
         if self._range is None or client is None or pages is None:
             raise RuntimeError("no arena is mapped")
+        digests = self._digests(self._range, pages, manifest)
         self._range.unmap()
-        self._client, self._lease = commit_surely(client, lease, [pages], manifest, dial=self._dial)
+        self._client, self._lease = commit_surely(client, lease, [pages], manifest, digests=digests, dial=self._dial)
         self._custody = self._service.keep(self._client, self._lease, [pages])
         self._map(pages, writable=False)
+
+    def _digests(self, place: Reservation, pages: Allocation, manifest: bytes) -> Digests | None:
+        """A GPU's memory is hashed by who has it mapped, which copies all of it to the host; None where the service
+        hashes by itself."""
+        if place.memory.open_to_service:
+            return None
+        info = AllocationInfo(pages.tag, pages.size_bytes, pages.chunk_bytes)
+        return {pages.tag: digests_of(place, info, manifest, ALGORITHMS[ALGORITHM])}
 
     def map_for_reading(self) -> Reservation:
         """The committed pages, read-only: a write to them is a SIGSEGV."""
@@ -106,6 +121,17 @@ class WeightsMemory:
         start, end = self._range.address, self._range.address + self._range.size_bytes
         return start <= address and address + size_bytes <= end
 
+    def mirror(self, address: int, size_bytes: int, to: int) -> None:
+        """Put these pages of the range at another address as well: ``Reservation.mirror``.
+
+        Raises:
+            ValueError: they are not all in the range, or no whole pages of host memory.
+            OSError: from mremap.
+        """
+        if self._range is None or not self.holds(address, size_bytes):
+            raise ValueError(f"{size_bytes} bytes at {address:#x} are not in {self.pool}")
+        self._range.mirror(address - self._range.address, size_bytes, to)
+
     @property
     def lost(self) -> str | None:
         """Why the weights must not be used any more, or None."""
@@ -117,6 +143,35 @@ class WeightsMemory:
         custody = self._custody
         return () if custody is None else (custody.state(),)
 
+    def check(self, *, enough: Callable[[], bool]) -> str | None:
+        """Whether the weights are mapped, shared, and what was committed, as far as is looked at until ``enough``;
+        the next call goes on there. What is wrong, a sentence, or None. Reads through the mapping."""
+        custody, pages, place = self._custody, self._pages, self._range
+        if custody is None or pages is None or place is None:
+            return "its weights are not attached"
+        if (problem := custody.fault) is not None:
+            return problem
+        if (problem := place.fault(pages.chunks)) is not None:
+            return f"its weights are not mapped as they were: {problem}"
+        if self._rotation is None:
+            self._rotation = self._new_rotation(place, pages)
+        return self._rotation.advance(enough=enough) if self._rotation is not None else None
+
+    def _new_rotation(self, place: Reservation, pages: Allocation) -> Rotation | None:
+        """None: what to compare with cannot be had now."""
+        lease = self._attached
+        try:
+            with self._service.dial() as client:
+                reply = client.get_manifest(self.pool, digests=True)
+        except GmsError as error:
+            logger.debug("%s: the digests cannot be asked for now: %s", self.pool, error)
+            return None
+        algorithm = ALGORITHMS.get(reply.algorithm)
+        digests = reply.digests.get(pages.tag, [])
+        if algorithm is None or not digests or reply.generation != lease.generation:
+            return None
+        return Rotation(place, pages, lease.manifest, digests, algorithm)
+
     def interrupt(self) -> None:
         """End an ``attach`` or a ``commit`` that waits in another thread with ``closed``: the engine is to end."""
         self._interrupted = True
@@ -124,6 +179,15 @@ class WeightsMemory:
             for client in (self._client, self._dialled):
                 if client is not None:
                     client.close()
+
+    def hand_back(self) -> None:
+        """End the lease and close the descriptors. The mapping stays, for tensors that may still be looked at. Twice is
+        fine."""
+        custody, self._custody = self._custody, None
+        if custody is not None:
+            custody.close()
+            self._client = None
+        self._drop_pages()
 
     def close(self) -> None:
         """Give everything back. Twice is fine."""

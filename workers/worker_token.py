@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterable
 from hashlib import blake2b
 from hmac import compare_digest
-from secrets import token_bytes
+from secrets import token_bytes, token_hex
 from typing import Final
 
 from workers.contract import HEADER_WORKER_TOKEN, WorkerTokenError, parse_worker_tokens
@@ -37,6 +37,7 @@ class WorkerTokens:
         WorkerTokenError: the file cannot be used.
         """
         self._salt = token_bytes(32)
+        self._own = token_hex(32)
         self._path = settings.worker_token_file
         given = settings.worker_token
         self._given: tuple[str, ...] = () if given is None else (given.get_secret_value(),)
@@ -54,6 +55,11 @@ class WorkerTokens:
             found |= compare_digest(known, digest)
         return found
 
+    def shown(self) -> dict[str, str]:
+        """The header by which this process proves to its own gate that it is one of those, too. It is made of a token
+        that nobody else has."""
+        return {HEADER_WORKER_TOKEN: self._own}
+
     def _refresh(self) -> None:
         now = time.monotonic()
         if self._path is None or now - self._looked < LOOK_SECONDS:
@@ -65,7 +71,7 @@ class WorkerTokens:
         self._signature = signature
         try:
             self._read()
-            logger.info("%d worker tokens are accepted now", len(self._digests))
+            logger.info("%d worker tokens are accepted now", len(self._digests) - 1)
         except WorkerTokenError as error:
             logger.error("%s; the tokens that were read before stay in use", error)
 
@@ -79,7 +85,7 @@ class WorkerTokens:
                 raise WorkerTokenError(f"the file of worker tokens {self._path}: {error.strerror}") from error
             except WorkerTokenError as error:
                 raise WorkerTokenError(f"the file of worker tokens {self._path}: {error}") from None
-        self._digests = tuple(self._digest(token.encode()) for token in tokens)
+        self._digests = tuple(self._digest(token.encode()) for token in (*tokens, self._own))
 
     def _look(self) -> Signature:
         try:

@@ -196,6 +196,10 @@ class Driver:
     def write(self, address: int, data: bytes) -> None:
         self._call("cuMemcpyHtoD", address, data, len(data))
 
+    def clear(self, address: int, length: int) -> None:
+        """Zeroes memory of the device; may return before it is zero."""
+        self._call("cuMemsetD8", address, 0, length)
+
     def _device(self, ordinal: int) -> Any:
         return self._call("cuDeviceGet", ordinal)
 

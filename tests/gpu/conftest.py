@@ -23,7 +23,7 @@ from tests.process.gms.bench import Device
 from tests.support.fakecuda import FakeGpus, build
 
 HERE = Path(__file__).parent
-ORDER = ("facts", "timings", "deaths", "kernel", "promotion", "service", "kv", "weights")
+ORDER = ("facts", "timings", "deaths", "kernel", "promotion", "vllm", "service", "kv", "weights")
 """What cannot be learned without a GPU comes first, in case the time does not suffice for all."""
 RUN_SECONDS = 460.0
 """Eight minutes, with what pytest itself takes."""

@@ -34,9 +34,10 @@ def backend(device: str, chunk_bytes: int | None) -> MemoryBackend[Any]:
         from gms.backends.host import HostBackend
 
         return HostBackend(device, **more)
+    from gms.backends.beside import BesideHost
     from gms.backends.cuda import CudaBackend
 
-    return CudaBackend(int(number), **more)
+    return BesideHost(CudaBackend(int(number), **more))
 
 
 async def serve(arguments: argparse.Namespace) -> int:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from tests.engine.vllm import tiny_llama
 from tests.engine.vllm.harness import DEADLINE_SECONDS, Driver
+from tests.engine.vllm.resuming import Pair, fork_pair
 from tests.support.processes import running, until
+from workers.engines.vllm.arguments import ASYNC_SCHEDULER
 from workers.memory import MemoryService
 from workers.settings import MIB
 
@@ -25,6 +29,12 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for path in ensure_embedded_model().iterdir():
         (folder / path.name).symlink_to(path)
     return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """For what does not depend on what a model says: engines of it start, and answer, in a fraction of the time."""
+    return tiny_llama.make(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="session")
@@ -45,9 +55,9 @@ def driver(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
         driver.end()
 
 
-@pytest.fixture(scope="session")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MemoryService]:
-    folder = tmp_path_factory.mktemp("gms")
+@contextmanager
+def memory_service(folder: Path) -> Iterator[MemoryService]:
+    """A memory service of its own; ``folder`` is empty."""
     folder.chmod(0o700)
     path = folder / "gms.sock"
     with running("gms", "gms", "--socket", str(path), log_dir=folder):
@@ -55,3 +65,29 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MemoryService]
         yield MemoryService(
             socket=str(path), device="cpu:0", engine="test", instance="pod", timeout_seconds=DEADLINE_SECONDS
         )
+
+
+@pytest.fixture(scope="session")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MemoryService]:
+    with memory_service(tmp_path_factory.mktemp("gms")) as service:
+        yield service
+
+
+@pytest.fixture(scope="session")
+def resume_pair(driver: Driver) -> Iterator[Pair]:
+    """As engines usually are."""
+    yield from fork_pair(driver, "resume", "--enable-auto-tool-choice", "--tool-call-parser=hermes")
+
+
+@pytest.fixture(scope="session")
+def other_pair(driver: Driver) -> Iterator[Pair]:
+    """With a reasoning parser, vLLM's other scheduler, a prefill in small chunks, and usage that tells what came from
+    the prefix cache."""
+    yield from fork_pair(
+        driver,
+        "other",
+        "--reasoning-parser=qwen3",
+        "--max-num-batched-tokens=64",
+        "--enable-prompt-tokens-details",
+        scheduler=ASYNC_SCHEDULER,
+    )

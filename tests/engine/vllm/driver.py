@@ -11,10 +11,12 @@ import asyncio
 import contextlib
 import ctypes
 import gc
+import importlib
 import logging
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Awaitable, Callable
@@ -23,8 +25,12 @@ from typing import Any
 
 import msgspec
 
+from gms import libc
 from workers.asgi import respond_json
+from workers.engine import EngineConfigError
+from workers.engines.vllm import arguments, compat, shims
 from workers.memory import MemoryService
+from workers.recorder import RECORDER, Recorder
 from workers.settings import EngineSettings
 
 SOCKET_NAME = "http.sock"
@@ -37,6 +43,8 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     runtime_dir: str
     settings: dict[str, Any]
     service: MemoryService | None = None
+    scheduler: str = ""
+    """Another class than vLLM's config leads to, which on a CPU is always the same."""
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -89,7 +97,6 @@ def main() -> None:
         if pid == 0:
             _child(order, forked_at)
         children.append(pid)
-        _say(Forked(name=order.name, pid=pid))
     for pid in children:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -98,7 +105,10 @@ def main() -> None:
 def _child(order: Order, forked_at: float) -> None:
     code = 1
     try:
-        os.close(0)
+        _say(Forked(name=order.name, pid=os.getpid()))  # said here, so that it comes before the report
+        nowhere = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nowhere, 0)  # not closed: the next descriptor would be 0, and libuv aborts when it has to close that
+        os.close(nowhere)
         import uvloop
 
         uvloop.run(_engine(order, forked_at))
@@ -115,6 +125,8 @@ async def _engine(order: Order, forked_at: float) -> None:
     from workers.engines.vllm.engine import VllmEngine
 
     runtime_dir = Path(order.runtime_dir)
+    if order.scheduler:
+        setattr(arguments, "SCHEDULER", order.scheduler)  # noqa: B010 - it is a constant everywhere but here
     engine = VllmEngine(EngineSettings.model_validate(order.settings), order.service, runtime_dir)
     pauses = asyncio.create_task(_longest_pause())
     try:
@@ -153,6 +165,10 @@ def _say(line: Line) -> None:
     os.write(1, msgspec.json.encode(line) + b"\n")  # one write, so that lines of several processes do not mix
 
 
+async def _nowhere(_: Any) -> None:
+    return
+
+
 class _Control:
     """The engine's application, and ``/control/...`` beside it."""
 
@@ -161,10 +177,20 @@ class _Control:
         self._routes: dict[str, Callable[[str], Awaitable[object]]] = {
             "wake": self._wake,
             "park": self._park,
+            "quiesce": self._quiesce,
             "status": self._status,
             "health": self._health,
+            "aborted": self._aborted,
             "break": self._break,
             "fault": self._fault,
+            "without": self._without,
+            "cost": self._cost,
+            "names": self._names,
+            "plant": self._plant,
+            "self-test": self._self_test,
+            "interrupt": self._interrupt,
+            "spoil": self._spoil,
+            "hang": self._hang,
         }
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -187,18 +213,26 @@ class _Control:
     async def _park(self, _: str) -> None:
         await self._engine.park()
 
+    async def _quiesce(self, _: str) -> None:
+        await self._engine.quiesce(timeout_seconds=30)
+
     async def _status(self, _: str) -> object:
         return {
             "memory": msgspec.to_builtins(self._engine.memory()),
             "custody": msgspec.to_builtins(self._engine.custody()),
+            "refusal": kv.carried.refusal and kv.carried.refusal.value if (kv := self._engine._kv) else None,
             "steps": self._engine.steps,
             "busy": self._engine.busy,
             "kv_usage": self._engine.kv_usage(),
             "models": list(self._engine.models),
+            "max_model_len": self._engine.max_model_len,
         }
 
     async def _health(self, _: str) -> None:
         await self._engine.check_health()
+
+    async def _aborted(self, _: str) -> list[int]:
+        return list(self._engine._core.aborted().values())
 
     async def _break(self, _: str) -> None:
         """The next step raises: the core's thread dies as it would on any fault of vLLM's."""
@@ -211,9 +245,106 @@ class _Control:
 
         await self._engine._core.call(sabotage)
 
+    async def _plant(self, _: str) -> None:
+        """Each block's entry in the index becomes another one's, well made."""
+
+        def swap(core: Any) -> None:
+            index = core.scheduler.kv_cache_manager.block_pool.index
+            entries = index.entries()
+            for entry, other in zip(entries, [*entries[1:], entries[0]], strict=True):
+                index.publish(other._replace(block=entry.block, stamp=entry.stamp))
+
+        await self._engine._core.call(swap)
+
+    async def _without(self, seam: str) -> str:
+        """What the check of seams says if vLLM lacks one, as ``module:Class.attribute``."""
+        module, _, path = seam.partition(":")
+        owner_path, _, name = path.rpartition(".")
+        owner = importlib.import_module(module)
+        for part in owner_path.split(".") if owner_path else ():
+            owner = getattr(owner, part)
+        kept = getattr(owner, name)
+        delattr(owner, name)
+        try:
+            compat.check_seams("cpu:0")
+        except EngineConfigError as error:
+            return str(error)
+        finally:
+            setattr(owner, name, kept)
+        return ""
+
+    async def _cost(self, logprobs: str) -> float:
+        """What a unit costs more with its note than without, microseconds of this process; ``logprobs``: how many of
+        each token."""
+        from tests.engine.vllm.note_cost import microseconds
+
+        return await microseconds(int(logprobs))
+
+    async def _names(self, root: str) -> list[str]:
+        """Times and ids as the serving layer gets them while an answer with this root is recorded; empty: none is."""
+        from vllm.entrypoints.anthropic import serving as anthropic
+        from vllm.entrypoints.openai.chat_completion import protocol
+        from vllm.entrypoints.openai.responses import utils
+        from vllm.parser.mistral import MistralToolCall
+        from vllm.renderers.chat_utils import make_tool_call_id
+
+        shims.replace_choices()
+        token = RECORDER.set(Recorder(_nowhere, root=root) if root else None)
+        try:
+            return [
+                str(anthropic.time.time()),
+                str(protocol.time.time()),
+                anthropic.uuid.uuid4().hex,
+                utils.random_uuid(),
+                protocol.ChatCompletionRequest(messages=[]).request_id,
+                make_tool_call_id(),
+                MistralToolCall.generate_random_id(),
+            ]
+        finally:
+            RECORDER.reset(token)
+
+    async def _self_test(self, _: str) -> None:
+        await self._engine.self_test()
+
+    async def _interrupt(self, after: str) -> float:
+        """Seconds that a self-test goes on after it is told to stop, at a moment of it."""
+        testing = asyncio.ensure_future(self._engine.self_test())
+        await asyncio.wait({testing}, timeout=float(after))
+        told = time.perf_counter()
+        testing.cancel()
+        await asyncio.wait({testing})
+        return time.perf_counter() - told
+
+    async def _spoil(self, what: str) -> None:
+        """Break what a parked engine would need."""
+        weights = self._engine._weights
+        page, anonymous = libc.PAGE_BYTES, libc.MAP_PRIVATE | libc.MAP_ANONYMOUS | libc.MAP_FIXED
+        if what == "mapping":
+            libc.mmap(weights._range.address + page, page, libc.PROT_READ, anonymous)
+        elif what == "digest":
+            weights._rotation._digests = tuple(b"x" * 16 for _ in weights._rotation._digests)
+        elif what == "numbers":
+            await self._engine._core.call(_other_numbers)
+
+    async def _hang(self, _: str) -> None:
+        """The core's thread waits for a lock that it holds."""
+        from workers.engines.vllm import core
+
+        core.IDLE_ANSWER_SECONDS = 1.0  # type: ignore[misc]
+        lock = threading.Lock()
+        lock.acquire()
+        self._engine._core._core.input_queue.put_nowait((core._Call(lambda _core: lock.acquire()), None))
+
     async def _fault(self, _: str) -> None:
         """A memory fault in the core's thread."""
         await self._engine._core.call(lambda _core: ctypes.string_at(0))
+
+
+def _other_numbers(core: Any) -> None:
+    """A weight that is not the shared one: what no look at mappings shows."""
+    runner = core.model_executor.driver_worker.worker.model_runner
+    parameter = next(iter(runner.get_model().parameters()))
+    parameter.data = parameter.data * 1.5
 
 
 if __name__ == "__main__":

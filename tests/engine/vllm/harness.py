@@ -8,6 +8,7 @@ import select
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,17 @@ class EngineProcess:
             os.kill(self.pid, signal.SIGKILL)
         self.wait_gone()
 
+    @property
+    def lives(self) -> bool:
+        try:
+            pidfd = os.pidfd_open(self.pid)
+        except ProcessLookupError:
+            return False
+        try:
+            return not select.select([pidfd], [], [], 0)[0]
+        finally:
+            os.close(pidfd)
+
     def wait_gone(self) -> None:
         """Until the process is no more."""
         try:
@@ -98,29 +110,46 @@ class EngineProcess:
 
 
 class Driver:
-    """The preloaded parent (``driver.py``)."""
+    """The preloaded parent (``driver.py``, or another ``module`` like it)."""
 
-    def __init__(self, settings: dict[str, Any], folder: Path) -> None:
+    def __init__(
+        self,
+        settings: dict[str, Any],
+        folder: Path,
+        *,
+        module: str = "tests.engine.vllm.driver",
+        env: Mapping[str, str] | None = None,
+    ) -> None:
         self._settings = settings
         self._folder = folder
         self.log = folder / "driver.log"
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.engine.vllm.driver", msgspec.json.encode(settings).decode()],
+                [sys.executable, "-m", module, msgspec.json.encode(settings).decode()],
+                env={**os.environ, **(env or {})},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
+                bufsize=0,  # a line that a buffer holds is not readable for select
                 start_new_session=True,
             )
         ready = self._line()
         assert isinstance(ready, Ready)
         self.ready = ready
 
-    def try_fork(self, name: str, service: MemoryService | None = None, **settings: Any) -> tuple[int, Report, Path]:
+    def try_fork(
+        self, name: str, service: MemoryService | None = None, *, scheduler: str = "", **settings: Any
+    ) -> tuple[int, Report, Path]:
         """An engine that is parked or has failed to start."""
         runtime_dir = self._folder / name
         runtime_dir.mkdir()
-        order = Order(name=name, runtime_dir=str(runtime_dir), settings={**self._settings, **settings}, service=service)
+        order = Order(
+            name=name,
+            runtime_dir=str(runtime_dir),
+            settings={**self._settings, **settings},
+            service=service,
+            scheduler=scheduler,
+        )
         assert self._process.stdin is not None
         self._process.stdin.write(msgspec.json.encode(order) + b"\n")
         self._process.stdin.flush()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import os
 import re
@@ -14,6 +15,8 @@ import msgspec
 import pytest
 
 from tests.engine.vllm.harness import Driver, EngineProcess
+from tests.engine.vllm.running import PROMPTS, Running
+from tests.engine.vllm.running import TOKENS as STREAM_TOKENS
 from workers.memory import MemoryService
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(120)]
@@ -107,6 +110,21 @@ def test_weights_are_shared(pair: Pair) -> None:
         assert copies <= 0.01
 
 
+def weights_mappings(pid: int) -> int:
+    """How often the weights' pages are mapped in a process."""
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    found = [line.split() for line in lines if "memfd:gms:weights" in line]
+    assert {rights for _, rights, *_ in found} == {"r--s"}
+    return len(found)
+
+
+def test_both_multiply_with_the_matrices_that_one_of_them_packed(pair: Pair, model_folder: Path) -> None:
+    layers = json.loads((model_folder / "config.json").read_text())["num_hidden_layers"]
+    assert weights_mappings(pair.writer.pid) > 4 * layers
+    # The output layer's matrix is the input's as well: its writer packed it twice.
+    assert weights_mappings(pair.writer.pid) - 1 == weights_mappings(pair.reader.pid) > 4 * layers
+
+
 def test_the_writers_private_copies_are_gone(pair: Pair) -> None:
     weights_kib = pair.writer.status()["memory"]["weights_bytes"] // 1024
     assert anonymous_kib(pair.writer.pid) - anonymous_kib(pair.reader.pid) < weights_kib // 4
@@ -130,7 +148,21 @@ def test_the_reader_generates_what_the_writer_did(pair: Pair) -> None:
     assert status["steps"] >= TOKENS
     assert status["busy"] is False
     assert status["models"] == ["smollm2"]
+    said = pair.reader.client.get("/v1/models").json()["data"][0]["max_model_len"]
+    assert status["max_model_len"] == said
     pair.reader.park()
+
+
+def test_both_say_the_same_of_their_configuration(pair: Pair) -> None:
+    """``system_fingerprint`` is part of answers: a resume from one engine at the other must find its own there."""
+    said = []
+    for engine in (pair.writer, pair.reader):
+        pair.wake(engine)
+        body = {"model": "smollm2", "prompt": "One", "max_tokens": 1}
+        said.append(engine.client.post("/v1/completions", json=body).json()["system_fingerprint"])
+        engine.park()
+    assert said[0]
+    assert said[0] == said[1]
 
 
 def test_ten_cycles_change_nothing(pair: Pair) -> None:
@@ -162,6 +194,28 @@ def test_only_client_routes_are_served(pair: Pair) -> None:
         assert pair.reader.client.post(path, json={}).status_code == 404
     assert pair.reader.client.get("/openapi.json").status_code == 404
     assert pair.reader.client.get("/v1/models").json()["data"][0]["id"] == "smollm2"
+
+
+@pytest.mark.parametrize("other_epoch", [False, True], ids=["nobody_between", "another_epoch_between"])
+def test_requests_outlive_a_hand_over_that_is_taken_back(pair: Pair, other_epoch: bool) -> None:
+    """They wait without pages, and go on with the same tokens, over pages that somebody else has written meanwhile."""
+    pair.wake(pair.writer)
+    uninterrupted = Running(pair.writer).wait()
+    running = Running(pair.writer)
+    running.until_each_has(STREAM_TOKENS // 4)
+    answer = pair.writer.control("quiesce")
+    assert answer.status_code == 200, answer.text
+    assert pair.writer.status()["memory"]["kv_mapped"] is False
+    assert kv_mappings(pair.writer.pid) == []
+    assert all(len(tokens) < STREAM_TOKENS for tokens in running.tokens)
+    if other_epoch:
+        pair.wake(pair.reader)
+        theirs = Running(pair.reader, PROMPTS[::-1])
+        assert theirs.wait() == uninterrupted[::-1]
+        pair.reader.park()
+    pair.wake(pair.writer)
+    assert running.wait() == uninterrupted
+    pair.writer.park()
 
 
 def test_the_promoted_shadow_goes_on_after_a_kill(pair: Pair) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 from gms import protocol
+from tests.engine.vllm import resume_rows
 from workers.engine import EngineConfigError
-from workers.engines.vllm import arguments, compat
+from workers.engines.vllm import arguments, compat, resumable, shims
 from workers.engines.vllm.weights import layout_key
 from workers.memory import MemoryService
 from workers.settings import EngineSettings
@@ -56,9 +58,9 @@ def test_a_layout_key_is_a_pool_name(tmp_path: Path) -> None:
 
 
 def test_placement_travels_through_vllms_config() -> None:
-    placement = arguments.Placement(runtime_dir="/r", service=SERVICE)
+    placement = arguments.Placement(service=SERVICE)
     assert arguments.Placement.from_config(placement.to_config()) == placement
-    for foreign in ({}, None, {arguments.ADDITIONAL_CONFIG_KEY: {"runtime_dir": 1}}):
+    for foreign in ({}, None, {arguments.EXTRA_CONFIG_KEY: {"service": 1}}):
         with pytest.raises(ValueError, match="hotspare engine"):
             arguments.Placement.from_config(foreign)
 
@@ -86,12 +88,21 @@ def test_a_seam_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         "SEAMS",
         (("json", "loads", ("s",)), ("json", "no.such", ()), ("json", "dumps", ("colour",)), ("no_module", "x", ())),
     )
-    with pytest.raises(EngineConfigError) as refused:
-        compat.check_seams()
+    monkeypatch.setattr(compat, "RESUME_SEAMS", (("json", "gone", ()),))
+    monkeypatch.setattr(compat, "CPU_SEAMS", (("json", "of_cpus", ()),))
+    monkeypatch.setattr(compat, "GPU_SEAMS", (("json", "of_gpus", ()),))
+    monkeypatch.setattr(shims, "NAMED", ("json",))
+    with pytest.raises(EngineConfigError, match="json has no of_gpus"):
+        compat.check_seams("cuda:0")
+    with pytest.raises(EngineConfigError, match="json has no of_cpus") as refused:
+        compat.check_seams("cpu:0")
     message = str(refused.value)
+    assert "of_gpus" not in message
     assert "json has no no.such" in message
     assert "json.dumps takes no colour" in message
     assert "no_module cannot be imported" in message
+    assert "json has no gone" in message
+    assert "json makes its ids in another way" in message
     assert "loads" not in message
 
 
@@ -100,9 +111,18 @@ def test_the_environment_is_set_before_vllm(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "TOKENIZERS_PARALLELISM", "HF_HUB_OFFLINE", "VLLM_API_KEY"):
         monkeypatch.setenv(name, "x")
-    compat.prepare_environment()
+    compat.prepare_environment("cpu:0")
     assert "VLLM_CPU_KVCACHE_SPACE" not in os.environ
     assert "VLLM_API_KEY" not in os.environ
     assert os.environ["OMP_NUM_THREADS"] == "2", "a person may choose more threads"
     assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
     assert os.environ["HF_HUB_OFFLINE"] == "1"
+
+
+def test_the_page_about_resumes_has_every_row_and_every_reason() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "resume.md").read_text()
+    for row in (*resume_rows.ROWS, *resume_rows.WHOLE_ROWS, *resume_rows.OTHER_ROWS):
+        assert f"`{row.name}`" in page, row.name
+    source = Path(resumable.__file__).read_text()
+    for reason in re.findall(r'return "(\w+)"', source):
+        assert f"`{reason}`" in page, reason

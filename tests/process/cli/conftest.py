@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,3 +21,10 @@ def start_up(tmp_path: Path) -> Iterator[StartUp]:
             return machine
 
         yield start
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A temporary folder for the run, whose name is short enough for sockets."""
+    with tempfile.TemporaryDirectory(prefix="hs-") as name:
+        yield Path(name)

@@ -46,6 +46,100 @@ def request_in_flight(machine: Machine) -> Iterator[None]:
         yield
 
 
+def test_what_the_processes_cost_adds_up(start_up: StartUp) -> None:
+    machine = start_up("--engine", "sim")
+    machine.until_complete()
+    shown = hotspare("status", "--memory", "--json", "--run-dir", str(machine.run_dir))
+    assert shown.returncode == 0, shown.stderr
+    (pod,) = json.loads(shown.stdout)["pods"]
+    roles = sorted(process["role"] for process in pod["processes"])
+    assert roles == ["ACTIVE", "STANDBY", "keeper", "keeper", "memory service", "supervisor"]
+    own = {process["role"]: process["sizes"] for process in pod["processes"]}
+    assert pod["processes_bytes"] == sum(process["sizes"]["pss"] for process in pod["processes"])
+    assert pod["total_bytes"] == pod["processes_bytes"] + sum(pod["service_bytes"].values())
+    assert pod["service_bytes"]["weights"] == 8 << 20  # once, for two engines
+    assert "kv" in own["ACTIVE"]["service"]
+    assert "kv" not in own["STANDBY"]["service"]
+    said = hotspare("status", "--memory", "--run-dir", str(machine.run_dir)).stdout
+    assert re.search(r"engine-[ab] is parked and costs", said)
+
+
+def test_what_is_stopped_is_found_and_replaced(start_up: StartUp) -> None:
+    machine = start_up("--engine", "sim")
+    url = machine.until_complete()
+    before = machine.status()["pods"][0]
+    (shadow,) = (name for name, engine in before["engines"].items() if engine["role"] == "STANDBY")
+    assert machine.fault("stop-shadow").startswith("sent SIGSTOP to engine ")
+    assert machine.fault("stop-gms").startswith("sent SIGSTOP to the memory service of pod-0")
+
+    def replaced(status: dict[str, Any]) -> bool:
+        pod = status["pods"][0]
+        engine, service = pod["engines"][shadow], pod["gms"]
+        return (
+            engine["role"] == "STANDBY"
+            and engine["pid"] != before["engines"][shadow]["pid"]
+            and service["answers"]
+            and service["pid"] != before["gms"]["pid"]
+        )
+
+    machine.until_status(replaced, saying="the shadow and the memory service are replaced")
+    assert chat(url)
+
+
+def test_who_is_silent_is_still_known_and_counted(start_up: StartUp) -> None:
+    machine = start_up("--engine", "sim", HOTSPARE_BEAT_TIMEOUT_SECONDS="60")
+    machine.until_complete()
+    before = machine.status()["pods"][0]["engines"]
+    (shadow,) = (name for name, engine in before.items() if engine["role"] == "STANDBY")
+    machine.fault("stop-shadow")
+    silent = machine.status_command()["pods"][0]["engines"][shadow]
+    assert silent["role"] == "silent"
+    assert {name: silent[name] for name in ("pid", "keeper_pid", "restarts")} == {
+        name: before[shadow][name] for name in ("pid", "keeper_pid", "restarts")
+    }
+    (pod,) = json.loads(hotspare("status", "--memory", "--json", "--run-dir", str(machine.run_dir)).stdout)["pods"]
+    (row,) = (process for process in pod["processes"] if process["pid"] == silent["pid"])
+    assert row["role"] == "silent"
+    assert row["sizes"]["rss"] > 0
+    assert silent["keeper_pid"] in {process["pid"] for process in pod["processes"]}
+    refused = hotspare("handover", "pod-0", "--run-dir", str(machine.run_dir))
+    assert refused.returncode == 1, refused
+    assert "serves on" in refused.stderr
+    assert "try again when" in refused.stderr
+    kill(silent["pid"])
+
+
+def test_restarts_only_grow_also_when_a_keeper_is_replaced(start_up: StartUp) -> None:
+    machine = start_up("--engine", "sim")
+    machine.until_complete()
+    seen: list[int] = []
+
+    def again(pid: int) -> dict[str, Any]:
+        def parked(status: dict[str, Any]) -> bool:
+            engine = status["pods"][0]["engines"]["b"]
+            seen.append(engine["restarts"])
+            return engine["pid"] not in (None, pid) and engine["role"] in ("ACTIVE", "STANDBY")
+
+        return dict(machine.until_status(parked, saying="b is back")["pods"][0]["engines"]["b"])
+
+    first = machine.status()["pods"][0]["engines"]["b"]
+    kill(first["pid"])
+    second = again(first["pid"])
+    kill(second["keeper_pid"])
+    third = again(second["pid"])
+    assert [first["restarts"], second["restarts"], third["restarts"]] == [0, 1, 2]
+    assert seen == sorted(seen)
+
+
+def test_an_orderly_end_warns_of_nothing(start_up: StartUp) -> None:
+    machine = start_up("--engine", "sim")
+    machine.until_complete()
+    machine.up.signal(signal.SIGINT)
+    assert machine.up.wait() == 0
+    log = (machine.run_dir / "logs" / "pod-0.log").read_text()
+    assert [line for line in log.splitlines() if re.search("WARNING|ERROR", line)] == []
+
+
 def roles(status: dict[str, Any], pod: int = 0) -> dict[str, str]:
     return {name: engine["role"] for name, engine in status["pods"][pod]["engines"].items()}
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import ssl
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -12,6 +13,7 @@ import httpx
 import pytest
 import uvloop
 
+from tests.support.certificates import Pair
 from tests.support.processes import DEADLINE_SECONDS, Process
 
 Start = Callable[..., Process]
@@ -58,18 +60,20 @@ def start_gateway(tmp_path: Path, light_worker: int) -> Iterator[Start]:
         process.end()
 
 
-async def ready(process: Process) -> int:
-    """The port of a gateway that has found its worker."""
+async def ready(process: Process, pair: Pair | None = None) -> int:
+    """The port of a gateway that has found its worker; ``pair``: its TLS."""
+    scheme = "http" if pair is None else "https"
 
     def listening() -> int | None:
-        words = process.output().partition("listening on http://127.0.0.1:")[2].split()
+        words = process.output().partition(f"listening on {scheme}://127.0.0.1:")[2].split()
         return int(words[0]) if words else None
 
     async with asyncio.timeout(DEADLINE_SECONDS):
         while (port := listening()) is None:
             assert process.popen.poll() is None, process.output()
             await asyncio.sleep(0.01)
-        async with httpx.AsyncClient(trust_env=False) as client:
-            while (await client.get(f"http://127.0.0.1:{port}/health")).json().get("routable") != 1:  # noqa: ASYNC110
+        verify = pair is None or ssl.create_default_context(cafile=str(pair.certificate))
+        async with httpx.AsyncClient(trust_env=False, verify=verify) as client:
+            while (await client.get(f"{scheme}://127.0.0.1:{port}/health")).json().get("routable") != 1:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
     return port

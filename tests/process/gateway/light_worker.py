@@ -5,7 +5,8 @@ It speaks the watch, and answers any POST from the fields of its body:
     {"id": "a", "stream": true, "events": 5, "seconds": 0.02}
 
 with so many events, so many seconds apart, or with one JSON document after ``seconds``. ``"barrier": 100``: after the
-first event of a stream nothing comes until that many streams have begun. What it sends is a function of the body alone
+first event of a stream nothing comes until that many streams have begun; ``"pad": 1000`` makes each event so many bytes
+longer. What it sends is a function of the body alone
 (:func:`expected`), so that whoever asks can tell whether a byte is missing.
 """
 
@@ -26,8 +27,8 @@ _STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\
 _WATCH = b"HTTP/1.1 200 OK\r\ncontent-type: application/x-ndjson\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
-def event(name: str, number: int) -> bytes:
-    choice = {"index": 0, "delta": {"content": f"{name}-{number} "}, "finish_reason": None}
+def event(name: str, number: int, pad: int = 0) -> bytes:
+    choice = {"index": 0, "delta": {"content": f"{name}-{number} {'.' * pad}"}, "finish_reason": None}
     return b"data: " + json.dumps({"id": name, "model": MODEL, "choices": [choice]}).encode() + b"\n\n"
 
 
@@ -38,7 +39,8 @@ def document(name: str) -> bytes:
 def expected(body: dict[str, Any]) -> bytes:
     if not body.get("stream"):
         return document(body["id"])
-    return b"".join(event(body["id"], number) for number in range(body["events"])) + b"data: [DONE]\n\n"
+    events = [event(body["id"], number, body.get("pad", 0)) for number in range(body["events"])]
+    return b"".join(events) + b"data: [DONE]\n\n"
 
 
 class Worker:
@@ -104,7 +106,7 @@ class Connection(asyncio.Protocol):
             self._chunk(b"data: [DONE]\n\n")
             self._transport.write(b"0\r\n\r\n")
             return
-        self._chunk(event(self._body["id"], self._sent))
+        self._chunk(event(self._body["id"], self._sent, self._body.get("pad", 0)))
         self._sent += 1
         if self._sent == 1 and "barrier" in self._body:
             self._worker.hold(self, self._body["barrier"])

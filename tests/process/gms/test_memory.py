@@ -99,7 +99,7 @@ def test_who_waits_in_vain_is_told_who_has_it(bench: Bench) -> None:
 def test_who_does_not_want_to_wait_is_refused_at_once(bench: Bench) -> None:
     holder(bench, "a", 4)
     b = asker(bench, "b", 1, timeout_seconds=0)
-    with pytest.raises(GmsError, match="Raise --memory-limit, or end one of them") as caught:
+    with pytest.raises(GmsError, match=r"Raise --memory-limit \(of a pod: .*\), or end one of them") as caught:
         b.answer()
     assert caught.value.code == "out_of_memory"
 
@@ -182,7 +182,7 @@ def test_what_nobody_uses_is_not_given_up_in_vain(bench: Bench) -> None:
     bench.until_pool("weights/unused", lambda pool: pool.state == "COMMITTED")
     holder(bench, "a", 2)
     for engine, seconds in (("b", 0), ("c", 0.6)):  # in which one who waits has been tried again more than once
-        with pytest.raises(GmsError, match="Raise --memory-limit, or end one of them") as caught:
+        with pytest.raises(GmsError, match=r"Raise --memory-limit \(of a pod: .*\), or end one of them") as caught:
             asker(bench, engine, 3, timeout_seconds=seconds).answer()
         assert (caught.value.code, caught.value.retryable) == ("out_of_memory", False)
     assert bench.agent("reader").do("attach", pool="weights/unused", mode="ro")["mode"] == "ro"

@@ -15,6 +15,7 @@ import pytest
 
 from gms.client import GmsClient, GmsError, LeaseMode
 from tests.support.processes import until
+from workers.children import logged_error
 
 pytestmark = pytest.mark.process
 
@@ -64,8 +65,23 @@ def test_a_port_in_use(spawn: Any, socket_path: Path) -> None:
         port = taken.getsockname()[1]
         process = spawn(["-m", "gms", "--socket", str(socket_path), "--metrics-port", str(port)], stream="stderr")
         assert process.wait() == 2
-        assert process.rest() == f"gms: Metrics cannot be served on 127.0.0.1:{port}: Address already in use.\n"
+        assert process.rest() == (
+            f"gms: Metrics cannot be served on 127.0.0.1:{port}: Address already in use; choose another port with "
+            "--metrics-port (of a pod: --gms-metrics-port) or HOTSPARE_GMS_METRICS_PORT.\n"
+        )
     assert not socket_path.exists()
+
+
+@pytest.mark.parametrize("form", ["console", "json"])
+def test_a_pod_that_starts_it_gets_a_log_line(spawn: Any, socket_path: Path, form: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        flags = ["--socket", str(socket_path), "--metrics-port", str(taken.getsockname()[1])]
+        environment = {"HOTSPARE_PARENT_PID": str(os.getpid()), "HOTSPARE_LOG_FORMAT": form}
+        process = spawn(["-m", "gms", *flags], environment, "stderr")
+        assert process.wait() == 2
+        said = logged_error(process.rest().rstrip().encode())
+    assert said is not None
+    assert "of a pod: --gms-metrics-port" in said
 
 
 @pytest.mark.parametrize(
@@ -145,6 +161,7 @@ def test_metrics(serve: Any, socket_path: Path) -> None:
             client.attach("weights/0a1b", LeaseMode.RO, timeout_seconds=0)
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
             text = answer.read().decode()
+    assert "_created" not in text
     for line in [
         'hotspare_gms_pool_bytes{pool="kv"} 1.048576e+06',
         'hotspare_gms_leases{mode="rw",pool="kv"} 1.0',

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[3]
 pytestmark = [pytest.mark.process, pytest.mark.timeout(150)]
 
 
-def run(*arguments: str, out: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, out: Path, seconds: float = 140, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pytest", "-c", "tests/gpu/pytest.ini", "tests/gpu", *arguments]
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     return subprocess.run(
@@ -25,7 +25,7 @@ def run(*arguments: str, out: Path, **environment: str) -> subprocess.CompletedP
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=140,
+        timeout=seconds,
         check=False,
     )
 
@@ -44,7 +44,7 @@ def started_by(out: Path) -> list[str]:
 
 def test_all_of_it_on_the_fake_driver(tmp_path: Path) -> None:
     """Of the process tests that it takes over, which run on the fake driver anyway, one of a kind."""
-    some = "not (test_kv or test_weights) or after_a_kill_the_next or writes_and_the_next_reads"
+    some = "not (test_kv or test_weights or test_vllm) or after_a_kill_the_next or writes_and_the_next_reads"
     done = run("--fake-driver", "-k", some, out=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     report = (tmp_path / "gpu-report.md").read_text()
@@ -60,6 +60,20 @@ def test_all_of_it_on_the_fake_driver(tmp_path: Path) -> None:
     ):
         assert line in report, report
     assert started_by(tmp_path) == []
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(300)
+def test_the_drill_of_the_engines_with_a_cpu_for_a_gpu(tmp_path: Path) -> None:
+    done = run("--fake-driver", "-k", "test_vllm", out=tmp_path, seconds=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = (tmp_path / "gpu-report.md").read_text()
+    assert "Tests: 1 passed." in report
+    for fact in (
+        "| vLLM: tokens of both engines | same | same |",
+        "| vLLM: its prefix cache | carried over | carried over |",
+    ):
+        assert fact in report, report
 
 
 def test_without_a_gpu_all_is_skipped_with_the_reason(tmp_path: Path) -> None:

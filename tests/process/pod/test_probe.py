@@ -30,12 +30,12 @@ async def test_a_memory_service_that_takes_no_more_clients_is_alive_and_one_that
                 crowd.enter_context(GmsClient.connect(path, engine="c", instance="test"))
 
         connect(1)
-        assert (await pod._ask_service())[1].ok
+        assert (await pod._ask_service(settings.device))[1].ok
         with pytest.raises(GmsError) as full:
             connect(1000)
         assert full.value.code == "too_many"
-        why, seen = await pod._ask_service()
+        why, seen = await pod._ask_service(settings.device)
         assert seen.ok
         assert "clients are connected" in why
         gms.signal(signal.SIGSTOP)
-        assert not (await pod._ask_service())[1].ok
+        assert not (await pod._ask_service(settings.device))[1].ok

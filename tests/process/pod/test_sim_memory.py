@@ -69,6 +69,7 @@ async def test_the_first_writes_the_weights_and_the_others_read_them(service: Me
             weights_role="writer",
             kv_bytes=1 << 16,
             kv_mapped=False,
+            kv_index_bytes=12288,
         )
         assert reader.memory().weights_role == "reader"
         assert bytes(writer._weights.words) == bytes(reader._weights.words)

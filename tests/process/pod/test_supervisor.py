@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pty
 import signal
 import stat
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.process.pod.pods import NAMES, ROOT, STANDIN, SUPERVISE, StartPod
@@ -99,6 +103,67 @@ def test_while_something_waits_to_be_started_pod_json_says_that_it_is_not_there(
     assert pod.process.wait() == 0
 
 
+def test_a_pod_json_that_could_not_be_written_is_once_it_can(start_pod: StartPod) -> None:
+    """As with a full disk: here something else lies where the draft is to be."""
+    pod = start_pod()
+    old = pod.until_up("gms")
+    pod.until_up("engine-b")
+    in_the_way = pod.folder / f".pod.json.{pod.pid}"
+    in_the_way.mkdir()
+    os.kill(old, signal.SIGKILL)
+    new = pod.until_up("gms", life=2)
+    pod.until_said("pod.json cannot be written")
+    assert pod.record()["gms"]["pid"] == old
+    in_the_way.rmdir()
+    until(lambda: pod.record()["gms"]["pid"] == new, saying="pod.json tells of the new one")
+    pod.until_said("pod.json is written again")
+    assert len(pod.said("pod.json cannot be written")) == 1
+
+
+@pytest.mark.parametrize("form", ["console", "json"])
+def test_on_a_terminal_nothing_is_obeyed_that_a_library_says(start_pod: StartPod, tmp_path: Path, form: str) -> None:
+    ours, terminal = pty.openpty()
+    reading = threading.Thread(target=_read_all, args=(ours, seen := bytearray()))
+    script = [sys.executable, str(SUPERVISE)]
+    says = "print('\\x1b]0;owned\\x07\\x1b[2J \\x9b31m\\tred', flush=True); import time; time.sleep(3600)"
+    commands = {name: [sys.executable, "-c", says] for name in NAMES}
+    env = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "HOTSPARE_RUN_DIR": str(tmp_path / "run"),
+        "HOTSPARE_LOG_FORMAT": form,
+    }
+    env |= {"HOTSPARE_SHUTDOWN_TIMEOUT_SECONDS": "0", "HOTSPARE_GRACE_PERIOD_SECONDS": "0", "PYTHONIOENCODING": "utf-8"}
+    process = subprocess.Popen([*script, json.dumps(commands)], env=env, stdin=subprocess.DEVNULL, stdout=terminal)
+    try:
+        os.close(terminal)
+        reading.start()
+        wanted = rb"owned\x07\x1b[2J \x9b31m" if form == "console" else b"u001b"
+        until(lambda: seen.count(wanted) >= len(NAMES), saying="all three have said it")
+        assert not {0x1B, 0x07, 0x9B} & set(seen)
+        assert b"\xc2\x9b" not in seen
+    finally:
+        started = psutil.Process(process.pid).children(recursive=True)
+        process.terminate()
+        try:
+            process.wait(20)
+        finally:
+            process.kill()
+            for one in started:  # a supervisor that has ended has ended them
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    one.kill()
+            reading.join(20)
+            os.close(ours)
+    assert process.returncode == 0
+    assert not psutil.wait_procs(started, timeout=0)[1]
+
+
+def _read_all(fd: int, seen: bytearray) -> None:
+    with contextlib.suppress(OSError):  # EIO: nobody has the terminal any more
+        while data := os.read(fd, 65536):
+            seen += data
+
+
 def test_what_an_engine_started_dies_with_it(start_pod: StartPod, tmp_path: Path) -> None:
     pod = start_pod(a=["--grandchild", "--lives", str(tmp_path / "lives")])
     engine = pod.until_up("engine-a")
@@ -147,8 +212,9 @@ def test_an_engine_that_never_answers_is_killed_after_the_start_up_time(start_po
     pod.until_up("engine-a", life=2)
 
 
-def test_an_engine_that_does_not_go_is_killed_after_the_grace_period(start_pod: StartPod) -> None:
-    pod = start_pod(a=["--ignore-term"], HOTSPARE_GRACE_PERIOD_SECONDS=str(300 * MS))
+def test_an_engine_that_does_not_go_is_killed_in_the_end(start_pod: StartPod) -> None:
+    times = {"GRACE_PERIOD": 0, "SHUTDOWN_TIMEOUT": 100 * MS, "ENGINE_SHUTDOWN": 100 * MS, "KILL_AFTER": 300 * MS}
+    pod = start_pod(a=["--ignore-term"], **{f"HOTSPARE_{name}_SECONDS": str(value) for name, value in times.items()})
     pids = [pod.until_up(name) for name in NAMES]
     pod.process.signal(signal.SIGTERM)
     assert pod.process.wait() == 70

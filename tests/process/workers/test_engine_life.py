@@ -185,12 +185,13 @@ def test_the_watch_says_what_happens(pair: Pair) -> None:
         first = decoder.decode(next(lines))
         assert (first.worker, first.instance, first.epoch, first.engine) == ("pod-0", INSTANCE, 1, "a")
         assert (first.state, first.standby, first.models, first.seq) == (Role.ACTIVE, None, ("sim",), 0)
+        assert first.max_model_len == 131072
         pair.engine("b")
         spare = next(line for line in map(decoder.decode, lines) if line.standby is Role.STANDBY)
         assert spare.seq > first.seq
         a.signal(signal.SIGTERM)
         rest = [decoder.decode(line) for line in lines]
-        assert rest[-1].state is Role.DRAINING
+        assert rest[-1].state is Role.HANDOVER
     assert a.wait() == 0
     until_role(pair.admin["b"], Role.ACTIVE)
 
@@ -380,7 +381,7 @@ def test_a_taken_serving_port_rolls_the_promotion_back(pair: Pair) -> None:
 
 def test_a_second_signal_ends_a_draining_engine_now(pair: Pair) -> None:
     pair.gms()
-    a = pair.engine("a", "--no-keeper", "--drain-timeout-seconds", "60", HOTSPARE_SIM_TOKEN_SECONDS="0.05")
+    a = pair.engine("a", "--no-keeper", "--shutdown-timeout-seconds", "60", HOTSPARE_SIM_TOKEN_SECONDS="0.05")
     until_role(pair.admin["a"], Role.ACTIVE)
     body = {"prompt": "x", "max_tokens": 1000, "stream": True}
     with httpx.stream("POST", f"{pair.url}/v1/completions", json=body, timeout=10, trust_env=False) as stream:
@@ -390,3 +391,23 @@ def test_a_second_signal_ends_a_draining_engine_now(pair: Pair) -> None:
         until_role(pair.admin["a"], Role.DRAINING)
         a.signal(signal.SIGTERM)
         assert a.wait() == 70
+
+
+def read_stream(pair: Pair, prompt: str, *, into: list[bytes]) -> None:
+    body = {"prompt": prompt, "max_tokens": 9, "stream": True}
+    with httpx.stream("POST", f"{pair.url}/v1/completions", json=body, timeout=10, trust_env=False) as answer:
+        into.extend(answer.iter_raw())
+
+
+@pytest.mark.parametrize(("setting", "made"), [("of nightshade", 0), ("of nightshade@3", 3)])
+def test_poison_kills_whoever_runs_it_and_nobody_else(pair: Pair, setting: str, made: int) -> None:
+    pair.gms()
+    pair.engine("a", HOTSPARE_SIM_POISON_TEXT=setting)
+    for _ in range(2):
+        active = until_role(pair.admin["a"], Role.ACTIVE)
+        pair.complete("a cup of tea")
+        said: list[bytes] = []
+        with pytest.raises(httpx.TransportError):
+            read_stream(pair, "a cup of nightshade", into=said)
+        assert b"".join(said).count(b"data: ") == made
+        assert gone(active["pid"])

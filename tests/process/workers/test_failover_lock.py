@@ -177,3 +177,51 @@ async def test_a_file_that_holds_something_else_is_said_so(tmp_path: Path, conte
 def test_a_missing_folder_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(FailoverLockError, match=r"HOTSPARE_RUN_DIR.*must exist and be writable"):
         FlockFailoverLock(tmp_path / "nowhere" / "active.lock")
+
+
+async def test_a_lock_file_that_was_removed_is_made_again_held(tmp_path: Path) -> None:
+    path = tmp_path / "pod" / "active.lock"
+    path.parent.mkdir()
+    with FlockFailoverLock(path) as lock, FlockFailoverLock(path) as waiting:
+        await lock.acquire()
+        lock.advance_epoch()
+        number = lock.fd
+        waits = asyncio.ensure_future(waiting.acquire())
+        await asyncio.sleep(0)
+        path.unlink()
+        path.parent.rmdir()
+        assert lock.missing()
+        assert lock.keep() is None
+        assert lock.fd == number
+        assert [entry.name for entry in path.parent.iterdir()] == ["active.lock"]
+        with pytest.raises(FailoverLockError, match="was replaced while this engine waited"):
+            await asyncio.wait_for(waits, 5)
+        with FlockFailoverLock(path) as third:
+            assert third.holder_pid() == os.getpid()
+            then = asyncio.ensure_future(third.acquire())
+            lock.close()
+            await asyncio.wait_for(then, 5)
+            assert third.advance_epoch() == 2
+
+
+async def test_somebody_elses_lock_file_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "active.lock"
+    with FlockFailoverLock(path) as lock:
+        await lock.acquire()
+        path.unlink()
+        path.write_text("")
+        assert "was replaced" in str(lock.keep())
+        assert path.read_text() == ""
+
+
+async def test_a_lock_file_that_cannot_be_made_again_is_still_held(tmp_path: Path) -> None:
+    path = tmp_path / "pod" / "active.lock"
+    path.parent.mkdir()
+    with FlockFailoverLock(path) as lock:
+        await lock.acquire()
+        path.unlink()
+        path.parent.rmdir()
+        path.parent.write_text("a file where the folder was")
+        with pytest.raises(FailoverLockError, match="cannot be made again"):
+            lock.keep()
+        assert lock.held

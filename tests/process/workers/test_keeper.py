@@ -153,6 +153,19 @@ def test_a_stopped_engine_is_killed_and_replaced(kept: Kept) -> None:
     assert gone(first)
 
 
+@pytest.mark.parametrize("kept", ["slow end"], indirect=True)
+def test_a_stopped_engine_that_is_told_to_stop_has_no_time_to_clean_up(kept: Kept) -> None:
+    first = kept.engine()
+    kept.line("ready")
+    os.kill(first, signal.SIGSTOP)
+    told = time.monotonic()
+    kept.process.send_signal(signal.SIGTERM)
+    kept.line("no sign of life")
+    assert kept.process.wait(10) == 70
+    assert time.monotonic() - told < 6
+    assert gone(first)
+
+
 @pytest.mark.parametrize(("kept", "code"), [("crash", 1), ("failing", 1), ("no-memory", 75)], indirect=["kept"])
 def test_a_crash_loop_backs_off_and_gives_up(kept: Kept, code: int) -> None:
     output = kept.rest(timeout=30)

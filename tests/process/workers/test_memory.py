@@ -18,8 +18,10 @@ from gms.client import GmsClient, GmsError, Lease
 from gms.custody_phases import Phase
 from gms.mapping import Backing, Reservation
 from tests.support.processes import Process, running, until
-from workers.life import is_hopeless
-from workers.memory import KvMemory, MemoryService
+from workers.kv_index import FINGERPRINT_BYTES, TOKEN_BYTES, Entry, Refusal, Shape
+from workers.kv_memory import Carried, KvMemory
+from workers.memory import MemoryService
+from workers.promotion import is_hopeless
 
 pytestmark = pytest.mark.process
 
@@ -194,3 +196,50 @@ def test_room_that_does_not_come_in_time_is_a_refusal_that_may_be_repeated(
     holder.wait()
     kv.map(epoch=3)
     kv.close()
+
+
+SHAPE = Shape(blocks=8, block_tokens=16, fingerprint=bytes(FINGERPRINT_BYTES))
+
+
+def test_an_index_is_believed_only_beside_the_pages_of_the_other_ranks_it_was_written_beside(
+    service: MemoryService,
+) -> None:
+    kept = KvMemory(service, size_bytes=SIZE)
+    kept.keep_index(SHAPE)
+    kept.map(epoch=1, marks=[b"one", b"two"])
+    assert kept.index is not None
+    kept.index.publish(Entry(3, b"prefix", 16))
+    kept.unmap()
+
+    kept.map(epoch=2, marks=[b"one", b"two"])
+    assert [entry.key for entry in kept.carried.entries] == [b"prefix"]
+    kept.unmap()
+    kept.map(epoch=3, marks=[b"one", b"other"])
+    assert kept.carried == Carried((), Refusal.OTHER_PAGES)
+    kept.unmap()
+    kept.map(epoch=4, marks=[b"one", b"two"])  # nobody knows any more what was written since
+    assert kept.carried == Carried((), Refusal.OTHER_PAGES)
+    kept.unmap()
+    kept.map(epoch=5, marks=[b"one", b"two"])
+    assert kept.carried == Carried([], None)
+    kept.close()
+
+
+def test_pages_are_marked_anew_once_they_are_new_or_were_somebodys_who_keeps_no_index(service: MemoryService) -> None:
+    follower, other = KvMemory(service, size_bytes=SIZE), KvMemory(service, size_bytes=SIZE)
+    follower.follow()
+    follower.map(epoch=1)
+    first = follower.mark
+    assert len(first) == TOKEN_BYTES
+    follower.unmap()
+    follower.map(epoch=2)
+    assert follower.mark == first
+    follower.unmap()
+    other.map(epoch=3)
+    assert other.mark == b""
+    other.unmap()
+    follower.map(epoch=4)
+    assert len(follower.mark) == TOKEN_BYTES
+    assert follower.mark != first
+    for memory in (follower, other):
+        memory.close()

@@ -71,6 +71,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 class Form(Protocol):
     """How one request's answer is written: whole, or event by event. One form writes one answer, once."""
 
+    cached_tokens: int
+    """How many of the prompt's tokens came from the prefix cache; set before an answer ends."""
+
     def opening(self) -> bytes:
         """What a stream begins with."""
 

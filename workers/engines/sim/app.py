@@ -10,12 +10,14 @@ from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from functools import partial
 from typing import Any, Final
 
-from workers.contract import HEADER_REQUEST_ID, HEADER_RESELECT
-from workers.engine import EngineDeadError
-from workers.engines.sim import audio, messages, openai, pooling, responses, tokens
+from workers.contract import HEADER_REQUEST_ID
+from workers.engines.sim import audio, messages, openai, pooling, responses
+from workers.engines.sim.answer import ClientGone, Event, Send, TextOut, TokenAt, respond, stream, whole
 from workers.engines.sim.api import ApiError, Form, Job
-from workers.engines.sim.scheduler import Generation, Scheduler
-from workers.engines.sim.stops import StopFilter
+from workers.engines.sim.poison import Poison
+from workers.engines.sim.scheduler import Scheduler
+from workers.engines.sim.tokens import prompt_digest
+from workers.recorder import RECORDER
 
 logger = logging.getLogger(__name__)
 
@@ -23,18 +25,13 @@ MAX_BODY_BYTES = 32 * 1024 * 1024
 MAX_REQUEST_ID_CHARS = 128
 
 Scope = MutableMapping[str, Any]
-Event = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Event]]
-Send = Callable[[Event], Awaitable[None]]
 Parse = Callable[..., Job]
 """(body, content type, model=, max_model_len=) → a checked request; raises ApiError."""
 MakeForm = Callable[..., Form]
 """(job, request_id=, model=, created=)"""
 Answer = Callable[..., bytes]
 """(body, model=) → the answer; raises ApiError."""
-
-JSON = b"application/json"
-EVENT_STREAM = b"text/event-stream; charset=utf-8"
 
 _GENERATING: Final[Mapping[str, tuple[Parse, MakeForm]]] = {
     "/v1/chat/completions": (openai.parse_chat, openai.AnswerForm),
@@ -61,8 +58,24 @@ _ANSWERING: Final[Mapping[str, Answer]] = {
 class SimApp:
     """All routes over one scheduler."""
 
-    def __init__(self, scheduler: Scheduler, *, model: str, max_model_len: int) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        *,
+        model: str,
+        max_model_len: int,
+        token_at: TokenAt,
+        configuration: str,
+        poison: Poison | None = None,
+        report: Callable[[], bytes] | None = None,
+    ) -> None:
+        """``configuration``: a word without spaces for everything that decides which text a prompt gives. ``report``:
+        the document at ``/accelerator``, if there is one."""
+        self._report = report
         self._scheduler = scheduler
+        self._configuration = configuration
+        self._token_at = token_at
+        self._poison = poison
         self._model = model
         self._max_model_len = max_model_len
         self._models = openai.models_document(model, max_model_len=max_model_len, created=int(time.time()))
@@ -76,8 +89,8 @@ class SimApp:
             try:
                 await self._route(scope, receive, send)
             except ApiError as error:
-                await _respond(send, error.status, error.body, headers=error.headers)
-            except _ClientGone:
+                await respond(send, error.status, error.body, headers=error.headers)
+            except ClientGone:
                 logger.debug("the client of %s went away", scope["path"])
 
     async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -85,120 +98,50 @@ class SimApp:
         if path in _GENERATING and method == "POST":
             await self._generate(*_GENERATING[path], scope, receive, send)
         elif path in _ANSWERING and method == "POST":
-            await _respond(send, 200, _ANSWERING[path](await _body(receive), model=self._model))
+            await respond(send, 200, _ANSWERING[path](await _body(receive), model=self._model))
         elif path == "/tokenize" and method == "POST":
             answer = openai.tokenize(await _body(receive), model=self._model, max_model_len=self._max_model_len)
-            await _respond(send, 200, answer)
+            await respond(send, 200, answer)
+        elif path == "/health" and method == "GET":  # as vLLM's; routers ask for it
+            await respond(send, 200, b"")
         elif path == "/v1/models" and method == "GET":
-            await _respond(send, 200, self._models)
-        elif path in _GENERATING or path in _ANSWERING or path in ("/tokenize", "/v1/models"):
+            await respond(send, 200, self._models)
+        elif path == "/accelerator" and method == "GET" and self._report is not None:
+            await respond(send, 200, self._report())
+        elif path in _GENERATING or path in _ANSWERING or path in ("/health", "/tokenize", "/v1/models"):
             raise ApiError(405, f"{method} is not allowed here", code="method_not_allowed")
         else:
             raise ApiError(404, f"there is nothing at {path}", code="not_found")
 
     async def _generate(self, parse: Parse, make: MakeForm, scope: Scope, receive: Receive, send: Send) -> None:
         job = parse(await _body(receive), _content_type(scope), model=self._model, max_model_len=self._max_model_len)
-        form = make(job, request_id=_request_id(scope), model=self._model, created=int(time.time()))
-        generation = self._scheduler.submit(job.prompt, max_tokens=job.max_tokens)
-        watcher = asyncio.create_task(_close_on_disconnect(receive, generation))
+        recorder = RECORDER.get()
+        if recorder is None:
+            request_id, created = _request_id(scope), int(time.time())
+        else:
+            request_id, created = recorder.new_id(), recorder.created
+            recorder.made_from(f"{self._configuration}{prompt_digest(job.prompt):016x}")
+        form = make(job, request_id=request_id, model=self._model, created=created)
+        submit = partial(
+            self._scheduler.submit,
+            job.prompt,
+            max_tokens=job.max_tokens,
+            dies_after=self._poison.dies_after(job.prompt) if self._poison is not None else None,
+        )
+        text = TextOut(job, submit=submit, token_at=self._token_at, recorder=recorder)
+        watcher = asyncio.create_task(_close_on_disconnect(receive, text))
         try:
-            if job.stream:
-                await _stream(job, form, generation, send)
-            else:
-                await _answer(job, form, generation, send)
+            await (stream if job.stream else whole)(text, form, send, recorder)
         finally:
-            generation.close()
+            text.close()
             watcher.cancel()
             await asyncio.wait((watcher,))
 
 
-async def _stream(job: Job, form: Form, generation: Generation, send: Send) -> None:
-    """The head goes out with the first token, so that whatever fails before it has a real status."""
-    text = _TextOut(job, generation)
-    try:
-        parts = await text.pull()
-    except EngineDeadError as error:
-        raise _gone(error) from None
-    await send(_head(200, EVENT_STREAM, ((b"cache-control", b"no-cache"),)))
-    events = [form.opening()]
-    try:
-        while True:
-            events += [form.last(*part) if part[1] else form.text(part[0]) for part in parts]
-            if text.finish:
-                events.append(form.closing(text.count))
-            await send({"type": "http.response.body", "body": b"".join(events), "more_body": not text.finish})
-            if text.finish:
-                return
-            events = []
-            parts = await text.pull()
-    except EngineDeadError as error:
-        # The stream is left without its end marker and without its last chunk: a cut that nobody takes for an end.
-        logger.warning("a stream was cut: %s", error)
-
-
-async def _answer(job: Job, form: Form, generation: Generation, send: Send) -> None:
-    text = _TextOut(job, generation)
-    parts: list[str] = []
-    try:
-        while not text.finish:
-            parts += [part for part, _ in await text.pull()]
-    except EngineDeadError as error:
-        raise _gone(error) from None
-    await _respond(send, 200, form.document("".join(parts), text.finish, text.count))
-
-
-class _TextOut:
-    """Tokens to text: stop strings, finish reason and the count that usage shows."""
-
-    def __init__(self, job: Job, generation: Generation) -> None:
-        self._job = job
-        self._generation = generation
-        self._filter = StopFilter(job.stops)
-        self.count = 0
-        self.finish = ""
-        """``stop`` or ``length``, once it is finished."""
-
-    async def pull(self) -> list[tuple[str, str]]:
-        """New (text, finish reason) pairs, one a token that shows something; the last one carries the reason.
-
-        Raises:
-            EngineDeadError: the engine failed.
-            _ClientGone: nobody listens any more.
-        """
-        new = await self._generation.pull()
-        if not new:
-            raise _ClientGone
-        shown: list[tuple[str, str]] = []
-        for token in new:
-            self.count += 1
-            text = self._filter.push(tokens.PIECES[token].decode())
-            if self._filter.stopped:
-                self.finish = "stop"
-                self._generation.close()
-            elif self.count == self._job.max_tokens:
-                self.finish = "length"
-                text += self._filter.flush()
-            if text or self.finish:
-                shown.append((text, self.finish))
-            if self.finish:
-                break
-        return shown
-
-
-class _ClientGone(Exception):
-    """The client disconnected: there is nobody to answer."""
-
-
-def _gone(error: EngineDeadError) -> ApiError:
-    """Nothing was delivered, so another worker may start over."""
-    reselect = ((HEADER_RESELECT.encode(), b"1"),)
-    return ApiError(503, f"the engine is gone: {error}", code="engine_dead", kind="server_error", headers=reselect)
-
-
-async def _close_on_disconnect(receive: Receive, generation: Generation) -> None:
+async def _close_on_disconnect(receive: Receive, text: TextOut) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-    generation.close()
+    text.close()
 
 
 def _content_type(scope: Scope) -> bytes:
@@ -218,25 +161,12 @@ async def _body(receive: Receive) -> bytes:
     while True:
         event = await receive()
         if event["type"] == "http.disconnect":
-            raise _ClientGone
+            raise ClientGone
         parts += event.get("body", b"")
         if len(parts) > MAX_BODY_BYTES:
             raise ApiError(413, f"the body is longer than {MAX_BODY_BYTES} bytes", code="body_too_large")
         if not event.get("more_body", False):
             return bytes(parts)
-
-
-def _head(status: int, content_type: bytes, headers: tuple[tuple[bytes, bytes], ...] = ()) -> Event:
-    return {
-        "type": "http.response.start",
-        "status": status,
-        "headers": [(b"content-type", content_type), *headers],
-    }
-
-
-async def _respond(send: Send, status: int, body: bytes, *, headers: tuple[tuple[bytes, bytes], ...] = ()) -> None:
-    await send(_head(status, JSON, ((b"content-length", str(len(body)).encode()), *headers)))
-    await send({"type": "http.response.body", "body": body})
 
 
 async def _lifespan(receive: Receive, send: Send) -> None:

@@ -75,6 +75,8 @@ def _read_form(body: bytes, content_type: bytes) -> tuple[dict[str, str], bytes 
 class AudioForm:
     """Chunks as vLLM sends them, or one document. ``kind``: transcription or translation."""
 
+    cached_tokens = 0
+
     def __init__(self, job: Job, *, request_id: str, model: str, created: int, kind: str) -> None:
         self._job = job
         self._head = {"id": f"{kind[:5]}-{request_id}", "object": f"{kind}.chunk", "created": created, "model": model}

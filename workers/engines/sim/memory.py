@@ -12,7 +12,9 @@ way.
 from __future__ import annotations
 
 import mmap
+import struct
 import threading
+from collections.abc import Callable
 from hashlib import sha256
 
 import msgspec
@@ -21,13 +23,21 @@ from gms.custody_phases import CustodyState
 from gms.mapping import Reservation
 from workers.engine import EngineConfigError, EngineDeadError
 from workers.engines.sim.batch import SimRequest
+from workers.engines.sim.prefixes import BLOCK_TOKENS, KEY_BYTES, KINDS
 from workers.engines.sim.tokens import WeightsPattern, page_aligned
-from workers.memory import KvMemory, MemoryService
+from workers.kv_index import KvIndex, Refusal, Shape
+from workers.kv_memory import Carried, KvMemory
+from workers.memory import MemoryService
 from workers.settings import SimSettings
+from workers.waits import Waits
 from workers.weights import WeightsMemory, pool_name
 
 WORD_BYTES = 8
 MIN_SLOT_WORDS = 8
+_NAME_WORDS = KEY_BYTES // WORD_BYTES
+PREFIX_WORDS = KINDS * _NAME_WORDS
+"""At the beginning of each slot; the rest is the ring."""
+_PREFIX = struct.Struct(f"<{_NAME_WORDS}Q")
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,6 +102,10 @@ class SimWeights:
     def _manifest(self) -> Manifest:
         return Manifest(layout=layout_key(self._settings), weights_bytes=self.size_bytes)
 
+    def check(self, *, enough: Callable[[], bool]) -> str | None:
+        """``WeightsMemory.check``; private weights are not compared with anything."""
+        return self._memory.check(enough=enough) if self._memory is not None else None
+
     @property
     def lost(self) -> str | None:
         """Why the weights must not be used any more, or None."""
@@ -119,7 +133,9 @@ class SimWeights:
 class SimKv:
     """KV pages as 64-bit words, cut into one slot a request; a slot is a ring, so that any length fits."""
 
-    def __init__(self, settings: SimSettings, service: MemoryService | None, *, slots: int) -> None:
+    def __init__(
+        self, settings: SimSettings, service: MemoryService | None, *, slots: int, carry_over: bool = False
+    ) -> None:
         """Reserve the range.
 
         Raises:
@@ -134,8 +150,31 @@ class SimKv:
             )
         self._mapping = threading.Lock()
         self._pages = None if service is None else KvMemory(service, size_bytes=self.size_bytes)
+        if self._pages is not None and carry_over:
+            said = f"{layout_key(settings)} {self.size_bytes} {slots}"
+            fingerprint = sha256(said.encode()).digest()
+            self._pages.keep_index(Shape(blocks=slots * KINDS, block_tokens=BLOCK_TOKENS, fingerprint=fingerprint))
         self._private: mmap.mmap | None = None
         self._words: memoryview = memoryview(b"").cast("Q")
+
+    @property
+    def index(self) -> KvIndex | None:
+        """To be written to while the pages are mapped, if one is kept."""
+        return self._pages.index if self._pages is not None else None
+
+    @property
+    def index_bytes(self) -> int:
+        return self._pages.index_bytes if self._pages is not None else 0
+
+    @property
+    def carried(self) -> Carried:
+        """What the last ``map`` found of the engine before."""
+        return self._pages.carried if self._pages is not None else Carried((), Refusal.OFF)
+
+    @property
+    def waits(self) -> Waits | None:
+        """``KvMemory.waits``; None without a memory service."""
+        return self._pages.waits if self._pages is not None else None
 
     @property
     def mapped(self) -> bool:
@@ -154,6 +193,8 @@ class SimKv:
         """Put pages behind the range. Raises what ``KvMemory.map`` raises; nothing stays mapped then."""
         with self._mapping:
             if self._pages is None:
+                if self._private is not None:
+                    raise RuntimeError("the KV pages are mapped already")
                 self._private = mmap.mmap(-1, self.size_bytes)
                 self._words = memoryview(self._private).cast("Q")
             else:
@@ -164,6 +205,20 @@ class SimKv:
         """Take the pages away; the caller vouches that no step runs. Harmless if nothing is mapped."""
         with self._mapping:
             self._unmap()
+
+    def try_out(self, token: int) -> str | None:
+        """Take a token through the KV cache as a step does, over scratch memory: what is wrong, or None. Nothing is
+        mapped before or after."""
+        with self._mapping:
+            if self._pages is None:
+                return None
+            if (problem := self._pages.check_parked()) is not None:
+                return problem
+            with self._pages.scratch():
+                words = _words(self._pages.range)
+                words[0] = token
+                held = words[0]
+        return None if held == token else f"the KV cache's addresses hold {held:#x} where {token:#x} was written"
 
     def _unmap(self) -> None:
         self._private = None
@@ -193,13 +248,47 @@ class SimKv:
             EngineDeadError: the pages gave back something else: somebody else writes there.
         """
         index = len(request.tokens)
-        at = request.slot * self._slot_words + (request.prompt_tokens + index) % self._slot_words
+        ring = self._slot_words - PREFIX_WORDS
+        at = request.slot * self._slot_words + PREFIX_WORDS + (request.prompt_tokens + index) % ring
         written = (request.digest & 0xFFFF_FFFF) << 32 | token
         self._words[at] = written
         held = self._words[at]
         if held != written:
-            raise EngineDeadError(f"the KV pages hold {held:#x} where {written:#x} was written")
+            raise self._fault(f"the KV pages hold {held:#x} where {written:#x} was written")
         return held & 0xFFFF_FFFF
+
+    def put(self, slot: int, position: int, word: int) -> int:
+        """What ``through`` does to the pages, for a further rank's: write a word, and return what is there then."""
+        ring = self._slot_words - PREFIX_WORDS
+        at = slot * self._slot_words + PREFIX_WORDS + position % ring
+        self._words[at] = word
+        return self._words[at]
+
+    def write_prefix(self, place: int, key: bytes) -> None:
+        """Let a slot's pages hold a prefix: its name, where a model's keys and values would be."""
+        at = self._place(place)
+        for number, word in enumerate(_PREFIX.unpack(key)):
+            self._words[at + number] = word
+
+    def check_prefix(self, place: int, key: bytes) -> None:
+        """Use what a slot's pages hold.
+
+        Raises:
+            EngineDeadError: it is something else.
+        """
+        at = self._place(place)
+        held = _PREFIX.pack(*self._words[at : at + _NAME_WORDS])
+        if held != key:
+            raise self._fault(f"the KV pages hold the prefix {held.hex()} where {key.hex()} was to be")
+
+    def _place(self, place: int) -> int:
+        return place // KINDS * self._slot_words + place % KINDS * _NAME_WORDS
+
+    def _fault(self, what: str) -> EngineDeadError:
+        """Somebody else wrote to the pages: nothing in them can be believed."""
+        if self.index is not None:
+            self.index.mark_fault(what)
+        return EngineDeadError(what)
 
 
 def _words(place: Reservation) -> memoryview:

@@ -72,6 +72,8 @@ def _text(content: str | Sequence[TextPart] | None) -> str:
 class MessagesForm:
     """One text block."""
 
+    cached_tokens = 0
+
     def __init__(self, job: Job, *, request_id: str, model: str, created: int) -> None:
         self._job = job
         self._finish = ""

@@ -106,6 +106,8 @@ class AnswerForm:
     The parts of an event that do not change are encoded once, so that an event costs one concatenation.
     """
 
+    cached_tokens = 0
+
     def __init__(self, job: Job, *, request_id: str, model: str, created: int) -> None:
         self._job = job
         prefix, kind = ("chatcmpl", "chat.completion") if job.chat else ("cmpl", "text_completion")
@@ -153,9 +155,11 @@ class AnswerForm:
         choice = {"index": 0, **content, "logprobs": None, "finish_reason": finish}
         return msgspec.json.encode({**self._head, "choices": [choice], "usage": self._usage(completion_tokens)})
 
-    def _usage(self, completion_tokens: int) -> dict[str, int]:
+    def _usage(self, completion_tokens: int) -> dict[str, Any]:
         prompt_tokens = len(self._job.prompt)
+        cached = {"prompt_tokens_details": {"cached_tokens": self.cached_tokens}} if self.cached_tokens else {}
         return {
+            **cached,
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,
             "total_tokens": prompt_tokens + completion_tokens,

@@ -66,6 +66,8 @@ def _text(item: InputItem) -> str:
 class ResponsesForm:
     """One message as the only output item. Events are numbered."""
 
+    cached_tokens = 0
+
     def __init__(self, job: Job, *, request_id: str, model: str, created: int) -> None:
         self._job = job
         self._number = 0
@@ -150,7 +152,7 @@ class ResponsesForm:
             if completion_tokens is None
             else {
                 "input_tokens": len(job.prompt),
-                "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+                "input_tokens_details": {"cached_tokens": self.cached_tokens, "cache_write_tokens": 0},
                 "output_tokens": completion_tokens,
                 "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": len(job.prompt) + completion_tokens,

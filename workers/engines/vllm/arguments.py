@@ -8,51 +8,78 @@ import importlib
 import io
 import json
 import logging
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
 from workers.engine import EngineConfigError
+from workers.engines.vllm import build
+from workers.engines.vllm.weights import weight_files
 from workers.memory import MemoryService
 from workers.settings import EngineSettings
 
 logger = logging.getLogger(__name__)
 
 EMBEDDED_MODEL_NAME: Final = "smollm2"
-ADDITIONAL_CONFIG_KEY: Final = "hotspare"
+EXTRA_CONFIG_KEY: Final = "hotspare"
 LOAD_FORMAT: Final = "gms"
-GMS_WORKER: Final = "workers.engines.vllm.worker.GmsCpuWorker"
-PRIVATE_WORKER: Final = "workers.engines.vllm.worker.PrivateMemoryWorker"
+WORKERS: Final = {
+    (False, True): "workers.engines.vllm.cpu_worker.GmsCpuWorker",
+    (False, False): "workers.engines.vllm.cpu_worker.PrivateCpuWorker",
+    (True, True): "workers.engines.vllm.cuda_worker.GmsCudaWorker",
+    (True, False): "workers.engines.vllm.cuda_worker.PrivateCudaWorker",
+}
+"""By whether they are on a GPU, and whether they have a memory service."""
+SCHEDULER: Final = "workers.engines.vllm.resumed.ResumedScheduler"
+ASYNC_SCHEDULER: Final = "workers.engines.vllm.resumed.ResumedAsyncScheduler"
 
 _OURS: Final = frozenset(
     {
         "--additional-config",
         "--api-key",
+        "--enable-cumem-allocator",
+        "--enable-sleep-mode",
         "--host",
         "--load-format",
         "--model",
         "--model-loader-extra-config",
         "--port",
         "--served-model-name",
+        "--distributed-executor-backend",
         "--tensor-parallel-size",
         "--pipeline-parallel-size",
         "--data-parallel-size",
+        "--scheduler-cls",
         "--worker-cls",
     }
 )
-"""Arguments that follow from our own settings, or that this engine does not do (more than one rank)."""
+"""Arguments that follow from our own settings, or that this engine does not do: pipelines, and sleeping as vLLM
+does it, which would put weights and KV cache into memory of its own."""
+
+_ON_CPU: Final = ("--enforce-eager",)
+_ON_GPU: Final = (
+    # The size of the KV cache is set, so vLLM uses this for nothing but to refuse a start where less is free. A shadow
+    # starts on a GPU that is full by intent, perhaps while a dead engine's memory is still on its way back.
+    "--gpu-memory-utilization=0.001",
+    # With steps that overlap the prefix cache is not carried over (``carried``).
+    "--no-async-scheduling",
+)
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
-    """What loader and worker must know beyond vLLM's own config; travels inside it as plain JSON."""
+    """What loader and worker must know beyond vLLM's own config; travels inside it as plain JSON.
 
-    runtime_dir: str
-    service: MemoryService | None = None
+    It goes where vLLM's config hash does not look: the hash ends up in every answer as ``system_fingerprint``, and the
+    two engines of a pair, and pods with the same settings, must give the same.
+    """
+
+    service: MemoryService
 
     def to_config(self) -> dict[str, Any]:
-        """As vLLM's ``additional_config`` and ``model_loader_extra_config`` carry it."""
-        return {ADDITIONAL_CONFIG_KEY: msgspec.to_builtins(self)}
+        """As vLLM's ``model_loader_extra_config`` carries it."""
+        return {EXTRA_CONFIG_KEY: msgspec.to_builtins(self)}
 
     @classmethod
     def from_config(cls, config: Any) -> Placement:
@@ -60,7 +87,7 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
         ValueError: the config does not come from this engine.
         """
         try:
-            return msgspec.convert(dict(config)[ADDITIONAL_CONFIG_KEY], cls)
+            return msgspec.convert(dict(config)[EXTRA_CONFIG_KEY], cls)
         except (KeyError, TypeError, ValueError, msgspec.ValidationError) as error:
             raise ValueError(
                 "load format 'gms' and its worker are for engines started by `hotspare engine`, "
@@ -110,6 +137,21 @@ def served_model_name(settings: EngineSettings) -> str:
     return settings.model.resolve().name if settings.model is not None else EMBEDDED_MODEL_NAME
 
 
+def shared_arguments(settings: EngineSettings) -> list[str]:
+    """What vLLM is told whoever starts it, but for the model: also its own server, where we are compared with that."""
+    return [
+        f"--served-model-name={served_model_name(settings)}",
+        f"--max-model-len={settings.max_model_len}",
+        f"--dtype={settings.dtype}",
+        f"--kv-cache-memory-bytes={settings.kv_cache_bytes}",
+        f"--max-num-seqs={settings.capacity}",  # the gate lets no more in, and buffers are sized by it
+        *(_ON_GPU if build.on_gpu(settings.device) else _ON_CPU),
+        "--disable-log-stats",
+        "--disable-fastapi-docs",
+        *settings.engine_args,
+    ]
+
+
 def parse(settings: EngineSettings, folder: Path) -> argparse.Namespace:
     """vLLM's own argument parser over our defaults and ``engine_args``.
 
@@ -123,18 +165,10 @@ def parse(settings: EngineSettings, folder: Path) -> argparse.Namespace:
         flag = argument.partition("=")[0].replace("_", "-")
         if flag in _OURS:
             raise EngineConfigError(f"engine_args must not hold {flag}: this engine sets it from its own settings")
-    argv = [
-        f"--model={folder}",
-        f"--served-model-name={served_model_name(settings)}",
-        f"--max-model-len={settings.max_model_len}",
-        f"--dtype={settings.dtype}",
-        f"--kv-cache-memory-bytes={settings.kv_cache_bytes}",
-        f"--max-num-seqs={settings.capacity}",  # the gate lets no more in, and buffers are sized by it
-        "--enforce-eager",
-        "--disable-log-stats",
-        "--disable-fastapi-docs",
-        *settings.engine_args,
-    ]
+    argv = [f"--model={folder}", *shared_arguments(settings)]
+    if settings.tensor_parallel_size > 1:
+        # Named so that vLLM asks for nothing that its own executor of several ranks would need; ours is given later.
+        argv += [f"--tensor-parallel-size={settings.tensor_parallel_size}", "--distributed-executor-backend=uni"]
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):
@@ -150,7 +184,7 @@ def parse(settings: EngineSettings, folder: Path) -> argparse.Namespace:
     return namespace
 
 
-def create_config(namespace: argparse.Namespace, placement: Placement) -> Any:
+def create_config(namespace: argparse.Namespace, service: MemoryService | None, *, device: str) -> Any:
     """The VllmConfig of this engine.
 
     Raises:
@@ -159,16 +193,36 @@ def create_config(namespace: argparse.Namespace, placement: Placement) -> Any:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     namespace.use_tqdm_on_load = False
-    namespace.worker_cls = PRIVATE_WORKER
-    if placement.service is not None:
+    namespace.worker_cls = WORKERS[build.on_gpu(device), service is not None]
+    if service is not None:
         namespace.load_format = LOAD_FORMAT
-        namespace.model_loader_extra_config = placement.to_config()
-        namespace.worker_cls = GMS_WORKER
-    namespace.additional_config = {**(namespace.additional_config or {}), **placement.to_config()}
+        namespace.model_loader_extra_config = Placement(service=service).to_config()
     try:
-        return AsyncEngineArgs.from_cli_args(namespace).create_engine_config()
+        config = AsyncEngineArgs.from_cli_args(namespace).create_engine_config()
     except Exception as error:  # it only looks at settings and files here: whatever fails, those are to be changed
         raise EngineConfigError(f"vLLM cannot serve this model with these settings: {one_line(error)}") from error
+    # Only now it is decided whether steps overlap; given before, a scheduler class would decide it.
+    scheduler = config.scheduler_config
+    scheduler.scheduler_cls = ASYNC_SCHEDULER if scheduler.async_scheduling else SCHEDULER
+    return config
+
+
+def answers_key(settings: EngineSettings, config: Any) -> bytes:
+    """The same for engines that give the same answers: settings, vLLM's own config hash, and which model it is.
+
+    Weights are told apart by the names and sizes of their files, not by content.
+    """
+    folder = Path(config.model_config.model)
+    said = {
+        "vllm": metadata.version(build.DISTRIBUTION),
+        "config": config.compute_hash(),
+        "model": (folder / "config.json").read_bytes(),
+        "weights": [(path.name, path.stat().st_size) for path in weight_files(folder)],
+        "names": served_model_name(settings),
+        "max_model_len": config.model_config.max_model_len,
+        "arguments": settings.engine_args,
+    }
+    return msgspec.msgpack.encode(said)
 
 
 def register_model_class(architectures: list[str]) -> None:

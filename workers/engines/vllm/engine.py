@@ -8,23 +8,38 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from gms.client import GmsError
 from gms.custody_phases import CustodyState
+from gms.rotation import CHECK_SECONDS
 from workers.engine import ASGIApp, EngineConfigError, EngineDeadError, EngineMemory, MemoryLostError
-from workers.engines.vllm import arguments, compat
-from workers.engines.vllm.preload import import_all
-from workers.memory import KvMemory, MemoryService
+from workers.engines.vllm import arguments, build, compat
+from workers.engines.vllm.preload import import_all, preload
+from workers.engines.vllm.ranks import make_rank
+from workers.kv_memory import KvMemory
+from workers.memory import MemoryService
+from workers.progress import TokenProgress
+from workers.ranks import Ranks
 from workers.settings import EngineSettings
+from workers.threads import interruptible
+from workers.waits import Waits
 from workers.weights import WeightsMemory
 
 if TYPE_CHECKING:
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
     from workers.engines.vllm.core import CoreThread
 
 logger = logging.getLogger(__name__)
 
+RANK_SECONDS: Final = 2.0
+"""What a further rank may take beyond what it waits for."""
 _PARK_SECONDS: Final = 30.0
 """How long the core may take to come to rest: the step that runs must end first, and a long prefill is one."""
 
@@ -32,12 +47,27 @@ _PARK_SECONDS: Final = 30.0
 class VllmEngine:
     """Implements ``workers.engine.Engine``."""
 
-    def __init__(self, settings: EngineSettings, service: MemoryService | None, runtime_dir: Path) -> None:
+    preload = staticmethod(preload)
+    leaves = (
+        r"thread Thread-\d+ \(process_(in|out)put_sockets\)",
+        r"descriptor anon_inode:\[event(fd|poll)\]",
+        r"thread tqdm_monitor",
+    )
+    """What vLLM has no way to end, daemons and the sockets that they poll, in the words of ``hotspare conformance``; it
+    goes with the process."""
+    make_rank = staticmethod(make_rank)
+    """See ``workers.ranks``: this engine can have further ranks."""
+
+    def __init__(
+        self, settings: EngineSettings, service: MemoryService | None, runtime_dir: Path, ranks: Ranks | None = None
+    ) -> None:
         """``service`` None: private weights and KV cache. ``runtime_dir`` exists, is this engine's alone, and goes with
         whoever made it; sockets lie in it."""
         self.models: tuple[str, ...] = ()
+        self.max_model_len = 0
         self._settings = settings
         self._service = service
+        self._ranks = ranks
         self._runtime_dir = runtime_dir
         self._core: CoreThread | None = None
         self._llm: Any = None
@@ -46,6 +76,9 @@ class VllmEngine:
         self._kv: KvMemory | None = None
         self._weights: WeightsMemory | None = None
         self._awake = False
+        self._progress = TokenProgress(
+            timeout_seconds=settings.token_timeout_seconds, interval_seconds=settings.health_check_seconds
+        )
 
     @property
     def steps(self) -> int:
@@ -57,6 +90,11 @@ class VllmEngine:
         return self._llm is not None and self._llm.get_num_unfinished_requests() > 0
 
     @property
+    def waits(self) -> Waits | None:
+        """For the memory service, of all ranks; None before there are KV pages to wait for."""
+        return self._kv.waits if self._kv is not None else None
+
+    @property
     def dead(self) -> bool:
         core, llm = self._core, self._llm
         ended = core is not None and llm is not None and (core.ended or bool(llm.errored))
@@ -64,34 +102,42 @@ class VllmEngine:
 
     async def initialize(self) -> None:
         """See ``Engine.initialize``; everything that blocks runs in threads."""
-        await asyncio.to_thread(import_all)
+        await asyncio.to_thread(import_all, self._settings.device)
         compat.die_of_faults()
-        from vllm.v1.engine.async_llm import AsyncLLM
-
-        from workers.engines.vllm import serving
+        from workers.engines.vllm import carried, serving
         from workers.engines.vllm.core import Addresses, CoreThread
+        from workers.engines.vllm.replay import ReplayingLLM
 
         namespace, config = await asyncio.to_thread(self._configure)
         addresses = Addresses(self._runtime_dir)
-        self._core = CoreThread(config, addresses)
+        self._core = CoreThread(config, addresses, self._executor())
+        for pidfd in self._ranks.pidfds if self._ranks is not None else ():
+            asyncio.get_running_loop().add_reader(pidfd, self._rank_died, pidfd)
         try:
             await self._core.start()
-        except GmsError:
+        except (GmsError, EngineDeadError):
             raise  # says itself what happened, and whether a retry can help
         except Exception as error:
             raise _start_failure(error) from error
         self._llm = await asyncio.to_thread(
-            AsyncLLM.from_vllm_config,
+            ReplayingLLM.from_vllm_config,
             config,
             client_addresses=addresses.for_client(),
             disable_log_stats=True,
         )
         self._llm._run_output_handler()
+        self._llm.resume_with(
+            seeds_resume=await self._core.worker_call("hotspare_seeds_resume"),
+            configuration=await asyncio.to_thread(arguments.answers_key, self._settings, config),
+        )
         tasks = await self._core.call(lambda core: core.get_supported_tasks())
         app = await serving.build(self._llm, namespace, tasks)
         self.models = tuple(namespace.served_model_name)
+        self.max_model_len = int(self._llm.model_config.max_model_len)
         if self._service is not None:
-            await self._core.worker_call("kv_scratch")
+            key = await asyncio.to_thread(arguments.answers_key, self._settings, config)
+            await self._core.call(partial(carried.keep_index, key=key, wanted=self._settings.kv_carry_over))
+            await self._core.call_workers("kv_scratch")
             self._kv = await self._core.worker_call("hotspare_kv")
             self._weights = await self._core.worker_call("hotspare_weights")
         await serving.warm_up(app, model=self.models[0], tasks=tasks)
@@ -100,7 +146,9 @@ class VllmEngine:
         self._app = app
 
     async def wake(self, *, epoch: int) -> None:
-        """See ``Engine.wake``. The prefix index is empty afterwards: what the pages hold is not known here."""
+        """See ``Engine.wake``. The prefix cache is then what the engine before left of it, if that can be believed."""
+        from workers.engines.vllm import carried
+
         core = self._running_core()
         if self._awake:
             raise RuntimeError("the engine is awake already")
@@ -108,7 +156,8 @@ class VllmEngine:
 
         def wake(core: Any) -> EngineMemory:
             if with_service:
-                core.collective_rpc("kv_map", args=(epoch,))
+                core.model_executor.map_pages(epoch)
+                carried.take_over(core)
             core.resume_scheduler()
             return _memory_of(core)
 
@@ -117,17 +166,65 @@ class VllmEngine:
 
     async def park(self) -> None:
         """See ``Engine.park``. Requests that still run are aborted: the caller has drained, or does not care."""
+        from workers.engines.vllm import carried
+
         core = self._running_core()
         self._awake = False
         try:
             async with asyncio.timeout(_PARK_SECONDS):
-                # Completes when nothing runs and the prefix index is reset; the scheduler starts nothing after it.
-                await core.call(lambda core: core.pause_scheduler("abort", True))
+                # Completes when nothing runs; the scheduler starts nothing after it.
+                await core.call(lambda core: core.pause_scheduler("abort", False))
+                await core.call(carried.leave)
                 if self._service is not None:
-                    await core.worker_call("kv_unmap")
+                    await core.call_workers("kv_unmap")
                 self._memory = await core.call(_memory_of)
         except TimeoutError:
             raise EngineDeadError(f"vLLM's engine core did not come to rest within {_PARK_SECONDS:g} s") from None
+
+    async def self_test(self) -> None:
+        """See ``Engine.self_test``: mappings, a part of the weights, and a step over scratch memory in the core's own
+        thread, so that one which hangs shows too."""
+        await self.check_health()
+        core, weights = self._running_core(), self._weights
+        if weights is not None:
+
+            def check(stop: Callable[[], bool]) -> str | None:
+                until = time.monotonic() + CHECK_SECONDS
+                return weights.check(enough=lambda: stop() or time.monotonic() > until)
+
+            if (problem := await interruptible(check, name="vllm-self-test")) is not None:
+                raise EngineDeadError(problem)
+        stop = threading.Event()
+        one = partial(core.worker_call, "hotspare_try_out", stop.is_set)
+        trial = asyncio.ensure_future(one() if self._ranks is None else core.call(partial(_try_out_all, stop.is_set)))
+        try:
+            problem = await asyncio.shield(trial)
+        except asyncio.CancelledError:
+            stop.set()
+            await asyncio.wait({trial})
+            raise
+        if problem is not None:
+            raise EngineDeadError(problem)
+
+    async def quiesce(self, *, timeout_seconds: float) -> None:
+        """See ``Engine.quiesce``. ``park`` would have vLLM end its requests as aborted."""
+        from workers.engines.vllm import carried
+
+        core = self._running_core()
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                await core.call(lambda core: core.pause_scheduler("keep", False))
+        except TimeoutError:
+            await core.call(lambda core: core.resume_scheduler())
+            raise
+        self._awake = False
+        try:
+            await core.call(carried.preempt)
+            if self._service is not None:
+                await core.call_workers("kv_unmap")
+            self._memory = await core.call(_memory_of)
+        except Exception as error:
+            raise EngineDeadError(f"the KV pages could not be released: {error}") from error
 
     def app(self) -> ASGIApp:
         """vLLM's OpenAI application, client routes only. Serve it with the ASGI lifespan on or off, as often as needed.
@@ -141,11 +238,14 @@ class VllmEngine:
 
     async def check_health(self) -> None:
         core = self._running_core()
-        core.check()
+        core.check(busy=self.busy)
         if self._llm is not None and self._llm.errored:
             raise EngineDeadError("vLLM's output handler ended")
         if (reason := self._lost) is not None:
             raise MemoryLostError(reason)
+        marks, aborted = core.marks(), core.aborted()
+        if (reason := self._progress.observe(marks, aborted=aborted, now=time.monotonic())) is not None:
+            raise EngineDeadError(reason)
 
     def kv_usage(self) -> float:
         return self._core.kv_usage() if self._core is not None else 0.0
@@ -171,8 +271,36 @@ class VllmEngine:
             self._kv.interrupt()
         if core is not None:
             await core.stop()
+        ranks, self._ranks = self._ranks, None
+        if ranks is not None:
+            for pidfd in ranks.pidfds:
+                asyncio.get_running_loop().remove_reader(pidfd)
+            await asyncio.to_thread(ranks.close)
         if llm is not None:
             llm.shutdown()
+
+    def _executor(self) -> type[UniProcExecutor]:
+        from workers.engines.vllm.executor import executor_in, executor_over
+
+        if self._ranks is None:
+            return executor_in(self._runtime_dir, build.ordinal(self._settings.device))
+        waits = self._service.longest_wait_seconds if self._service is not None else 0.0
+        call = max(self._settings.step_timeout_seconds, waits + RANK_SECONDS)
+        load = call + (self._service.timeout_seconds if self._service is not None else 0.0)
+        return executor_over(
+            self._ranks,
+            self._runtime_dir,
+            load_seconds=load,
+            call_seconds=call,
+            map_seconds=self._settings.wake_timeout_seconds,
+            wait_seconds=waits,
+        )
+
+    def _rank_died(self, pidfd: int) -> None:
+        """Rank 0 may be in the middle of a step, waiting for it, and would do so for ever."""
+        asyncio.get_running_loop().remove_reader(pidfd)
+        if self._ranks is not None and self._core is not None and (death := self._ranks.death()) is not None:
+            self._core.give_up(death)
 
     @property
     def _lost(self) -> str | None:
@@ -189,8 +317,10 @@ class VllmEngine:
         architectures = arguments.read_model_config(folder).get("architectures") or ()
         arguments.register_model_class(list(architectures))
         namespace = arguments.parse(self._settings, folder)
-        placement = arguments.Placement(runtime_dir=str(self._runtime_dir), service=self._service)
-        return namespace, arguments.create_config(namespace, placement)
+        config = arguments.create_config(namespace, self._service, device=self._settings.device)
+        if self._service is not None:
+            compat.pin_hash_seed(config.cache_config.prefix_caching_hash_algo, self._service.instance)
+        return namespace, config
 
 
 def _start_failure(error: Exception) -> Exception:
@@ -208,5 +338,16 @@ def _start_failure(error: Exception) -> Exception:
 
 
 def _memory_of(core: Any) -> EngineMemory:
-    memory: EngineMemory = core.collective_rpc("hotspare_memory")[0]
+    memory: EngineMemory = core.model_executor.driver_worker.hotspare_memory()
     return memory
+
+
+def _try_out_all(stopped: Callable[[], bool], core: Any) -> str | None:
+    """A self-test of all ranks: what is wrong, or None."""
+    for method in ("hotspare_check_memory", "hotspare_try_out"):
+        if stopped():
+            return None
+        for rank, problem in enumerate(core.collective_rpc(method)):
+            if problem is not None:
+                return f"rank {rank}: {problem}"
+    return None

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from workers.engine import EngineConfigError
-from workers.engines.vllm import arguments, compat, plugin
+from workers.engines.vllm import arguments, build, compat, plugin, shims
 from workers.settings import EngineSettings
 
 logger = logging.getLogger(__name__)
@@ -33,33 +33,47 @@ _MODULES: Final = (
     "vllm.entrypoints.scale_out.factories",
     "vllm.entrypoints.serve",
     "vllm.entrypoints.speech_to_text.factories",
-    "vllm.v1.attention.backends.cpu_attn",
     "vllm.v1.engine.async_llm",
     "vllm.v1.engine.core",
     "vllm.v1.executor.uniproc_executor",
     "vllm.v1.structured_output",
-    "vllm.v1.worker.cpu_worker",
     "workers.engines.vllm.core",
+    "workers.engines.vllm.executor",
     "workers.engines.vllm.loader",
+    "workers.engines.vllm.replay",
     "workers.engines.vllm.serving",
-    "workers.engines.vllm.worker",
 )
 """What a start would import on its way; found by importing all and looking at what a start still adds."""
+_CPU_MODULES: Final = (
+    "vllm.v1.attention.backends.cpu_attn",
+    "vllm.v1.worker.cpu_worker",
+    "workers.engines.vllm.cpu_worker",
+)
+_GPU_MODULES: Final = (
+    "vllm.v1.worker.gpu_worker",
+    "workers.engines.vllm.cuda_worker",
+)
+"""Attention and other kernels for a GPU are chosen by looking at it, and imported then."""
 
 
-def import_all() -> None:
+def import_all(device: str) -> None:
     """Environment, vLLM, plugin, and the check of every seam.
 
     Raises:
         EngineConfigError: no vLLM here, or one that does not fit.
     """
-    compat.prepare_environment()
+    build.check_device(device)
+    if build.on_gpu(device):
+        logger.warning("vLLM's engines on a GPU were not run on hardware yet: docs/gpu.md says what is known")
+    compat.prepare_environment(device)
     if logging.getLogger().getEffectiveLevel() > logging.DEBUG:
         logging.getLogger("vllm").setLevel(logging.WARNING)  # its INFO is sixty lines a start
     with _root_logger_kept():
-        for module in _MODULES:
+        shims.replace_random_uuid()
+        for module in (*_MODULES, *(_GPU_MODULES if build.on_gpu(device) else _CPU_MODULES)):
             importlib.import_module(module)
-    compat.check_seams()
+    shims.replace_clocks()
+    compat.check_seams(device)
     plugin.register()
 
 
@@ -85,7 +99,7 @@ def preload(settings: EngineSettings) -> None:
         RuntimeError: something started a thread, so that a fork is not safe.
     """
     started = time.monotonic()
-    import_all()
+    import_all(settings.device)
     try:
         with _root_logger_kept():
             _rehearse(settings)
@@ -106,7 +120,7 @@ def _rehearse(settings: EngineSettings) -> None:
     folder = arguments.model_folder(settings)
     arguments.register_model_class(list(arguments.read_model_config(folder).get("architectures") or ()))
     namespace = arguments.parse(settings, folder)
-    config = arguments.create_config(namespace, arguments.Placement(runtime_dir=os.devnull))
+    config = arguments.create_config(namespace, None, device=settings.device)
     try:
         build_app(namespace, ("generate",), config.model_config)
         # vLLM keeps tokenizers and what it found out about chat templates: the engines find both in its caches.

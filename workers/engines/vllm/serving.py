@@ -17,6 +17,9 @@ from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 
 from workers.engine import ASGIApp
+from workers.engines.vllm import shims
+from workers.engines.vllm.admission import AdmissionApp, limits
+from workers.recorded import RecordedApp
 
 logger = logging.getLogger(__name__)
 
@@ -83,12 +86,13 @@ class EngineApp:
 
 
 async def build(llm: Any, namespace: argparse.Namespace, tasks: Any) -> EngineApp:
-    """The application over a running AsyncLLM, with the routes that are for clients."""
+    """The application over a running AsyncLLM, with the routes that are for clients, and notes for gateways."""
     app = await asyncio.to_thread(build_app, namespace, tasks, llm.model_config)
     app.router.routes[:] = [route for route in app.router.routes if is_served(getattr(route, "path", ""))]
     await init_app_state(llm, app.state, namespace, tasks)
+    shims.replace_choices()
     app.state.server = _NoServer()
-    return EngineApp(app)
+    return EngineApp(RecordedApp(AdmissionApp(app) if limits(llm.scheduler_config) else app))
 
 
 def is_served(path: str) -> bool:

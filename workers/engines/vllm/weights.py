@@ -17,15 +17,28 @@ from workers.weights import WeightsMemory
 _WEIGHT_PATTERNS: Final = ("*.safetensors", "*.bin", "*.pt", "*.gguf", "*.safetensors.index.json")
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """The files that a checkpoint consists of, in order."""
+    return sorted({path for pattern in _WEIGHT_PATTERNS for path in folder.glob(pattern)})
+
+
 def layout_key(
-    folder: Path, *, dtype: str, quantization: str | None, rank: int, world_size: int, engine_version: str
+    folder: Path,
+    *,
+    dtype: str,
+    quantization: str | None,
+    rank: int,
+    world_size: int,
+    engine_version: str,
+    configuration: str = "",
 ) -> str:
-    """Names a layout: two engines with the same key may share pages.
+    """Names a layout: two engines with the same key may share pages. ``configuration``: what else decides how weights
+    are processed once they are loaded.
 
     The checkpoint's content is stood for by the names, sizes and modification times of its files, since reading it is
     what sharing avoids.
     """
-    files = sorted({path for pattern in _WEIGHT_PATTERNS for path in folder.glob(pattern)})
+    files = weight_files(folder)
     described = {
         "config": (folder / "config.json").read_bytes(),
         "files": [(path.name, (stat := path.stat()).st_size, stat.st_mtime_ns) for path in files],
@@ -33,6 +46,7 @@ def layout_key(
         "quantization": quantization,
         "rank": (rank, world_size),
         "engine": engine_version,
+        "configuration": configuration,
         "manifest": FORM,
     }
     return hashlib.sha256(msgspec.msgpack.encode(described)).hexdigest()

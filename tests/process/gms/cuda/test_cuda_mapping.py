@@ -272,3 +272,25 @@ def test_memory_of_another_gpu_is_not_mapped(run: Run, gpus: FakeGpus) -> None:
     )
     assert [line for line in gpus.complaints() if "LEAK" in line] == []
     assert any("that the memory is not on" in line for line in gpus.complaints())
+
+
+def test_what_is_mapped_can_be_zeroed(run: Run, gpus: FakeGpus) -> None:
+    """Scratch once for each of its chunks, and nothing beyond what is mapped."""
+    run(
+        code("""
+        range_ = Reservation(5 * G, memory=memory)
+        raised(ValueError, range_.clear)
+        range_.map_scratch(2 * G)
+        assert range_.read(0, G) == b"\\xa5" * G
+        range_.clear()
+        assert not any(range_.read(0, 5 * G))
+        range_.map(chunks, writable=True)
+        range_.clear()
+        assert not any(range_.read(0, 4 * G))
+        range_.map(chunks, writable=False)
+        assert raised(GmsError, range_.clear).code == "not_permitted"
+        range_.close()
+        destroy()
+        """)
+    )
+    assert gpus.calls().count("cuMemsetD8") == 2 + 3

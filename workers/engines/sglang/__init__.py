@@ -1,0 +1,1 @@
+"""An adapter for SGLang, against its published interface. Not run on hardware."""

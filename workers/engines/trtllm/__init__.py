@@ -1,0 +1,1 @@
+"""An adapter for TensorRT-LLM, against its published interface. Not run on hardware."""
