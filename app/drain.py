@@ -19,8 +19,8 @@ from typing import Final, Protocol
 
 from app.admission import AdmissionController
 from app.each import each
+from app.log_fields import fields
 from app.openai.errors import GatewayError, drain_overran
-from app.telemetry.logs import fields
 
 logger = logging.getLogger(__name__)
 

@@ -7,160 +7,57 @@ import logging
 import math
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
-from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import Response
-from starlette.exceptions import HTTPException
+from fastapi import FastAPI
 
+from app.access import Access
 from app.admission import AdmissionController
-from app.clients.asgi import Message, Receive, Scope, Send
+from app.application import Gateway, GatewayApp, install_errors
 from app.clients.connections import Connections, room_within
 from app.clients.cors import Cors
-from app.clients.decoders import Decoders
 from app.clients.direct import DirectEndpoint
-from app.clients.methods import methods_of, with_general, without_body
-from app.clients.uploads import Uploads
 from app.discovery.follower import Discovery
 from app.discovery.kubernetes import KubernetesSource
 from app.discovery.sources import DnsSource, FileSource, Source, StaticSource
 from app.drain import DrainProgress
-from app.each import each
 from app.fleet.registry import WorkerRegistry
 from app.fleet.routing import RoundRobinRouter
-from app.intake import Intake, RequestIds
+from app.intake.accounts import Accounts
+from app.intake.arrival import Intake
+from app.intake.decoders import Decoders
+from app.intake.request_ids import RequestIds
+from app.intake.uploads import Uploads
 from app.lifecycle import Lifecycle, LifecycleEvent, LifecycleMachine
-from app.openai.errors import GatewayError, Header, from_status, internal, method_not_allowed, not_found
-from app.openai.refused import refusal
 from app.openai.surface import RELAY_ROUTES
 from app.processes.siblings import Place, Siblings
 from app.realtime.connection import RealtimeSessions
 from app.realtime.session import RealtimeLimits
-from app.relay.exchange import Relay, RelayLimits
-from app.relay.headers import REQUEST_ID, client_request_id
+from app.relay.deadlines import BREAKS_WITHOUT_RESUME, RETURNING_SECONDS, RelayLimits
+from app.relay.kept import KeepLimits
+from app.relay.relay import Relay
 from app.relay.waiting import WaitQueue
-from app.routes.docs import DOCS_PATHS, docs_router
+from app.routes.docs import docs_router
 from app.routes.health import health_router
 from app.routes.metrics import look_at, metrics_router
 from app.routes.openai import RelayEndpoint, models_router
 from app.routes.realtime import RealtimeEndpoint, realtime_router
 from app.routes.status import describe_gateway, status_router
-from app.security.access import Access
-from app.security.credentials import OPEN_PATHS, ApiKeys
 from app.settings import GatewaySettings
 from app.start_error import StartError
 from app.telemetry.access_log import AccessLog
 from app.telemetry.log_sink import LogSink
 from app.telemetry.loop_lag import LoopLag
 from app.telemetry.metrics import GatewayMetrics
+from app.telemetry.open_files import OpenFiles
+from app.telemetry.outage_log import OutageLog
 
 if TYPE_CHECKING:
     from app.telemetry.tracing import Tracing
 
 logger = logging.getLogger(__name__)
-
-_MODEL_PATHS = b"/v1/models/"
-"""The only paths with something in them to be percent-encoded: a model's name."""
-
-_OPEN = OPEN_PATHS | DOCS_PATHS
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gateway:
-    """The parts that outlive a request; the server drains through them."""
-
-    settings: GatewaySettings
-    access: Access
-    lifecycle: LifecycleMachine
-    admission: AdmissionController
-    registry: WorkerRegistry
-    discovery: Discovery
-    relay: Relay
-    queue: WaitQueue
-    intake: Intake
-    metrics: GatewayMetrics
-    drain: DrainProgress
-    sessions: RealtimeSessions
-
-    def interrupt_all(self, error: GatewayError) -> int:
-        """End every admitted request with this error; returns how many there were. Sessions close once theirs have."""
-        parts = (self.intake.uploads, self.intake.decoders, self.relay)
-        cut = sum(each([partial(part.interrupt_all, error) for part in parts]))
-        each([self.sessions.hasten, lambda: self.metrics.drain_cut(cut)])
-        return cut
-
-
-class GatewayApp(FastAPI):
-    """FastAPI for everything but the relayed routes, which are reached by one look into a dictionary."""
-
-    gateway: Gateway
-    endpoints: Mapping[str, RelayEndpoint]
-    """The relayed routes for any ASGI server; ours has them as ``direct``."""
-    direct: Mapping[bytes, DirectEndpoint]
-    realtime: RealtimeEndpoint
-    """All WebSockets. It looks at keys itself."""
-    ids: RequestIds
-    keys: ApiKeys | None
-    """Relayed routes look themselves."""
-    cors: Cors | None
-    connections: Connections
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "websocket":
-            await self.realtime(scope, receive, send)
-            return
-        if scope["type"] != "http":
-            await super().__call__(scope, receive, send)
-            return
-        if self.cors is not None:
-            send = _with_headers(self.cors.answer(scope["headers"]), send)
-        endpoint = self.endpoints.get(scope["raw_path"].decode("latin-1"))
-        if endpoint is not None and scope["method"] == "POST":
-            await endpoint(scope, receive, send)
-            return
-        request_id = client_request_id(scope["headers"]) or self.ids.new()
-        send_with_id = _with_headers([(REQUEST_ID, request_id)], send)
-        raw_path: bytes = scope["raw_path"]
-        # A preflight comes without credentials (Fetch standard), and its answer holds nothing.
-        if self.keys is not None and raw_path not in _OPEN and scope["method"] != "OPTIONS":
-            try:
-                self.keys.check(scope["headers"])
-            except GatewayError as error:
-                await self.refusal(error)(scope, receive, send_with_id)
-                return
-        if b"%" in raw_path and not raw_path.startswith(_MODEL_PATHS):
-            # Routes are matched as they are written: a proxy's rules about paths must mean the same as ours.
-            await self.refusal(not_found(raw_path.decode("latin-1")))(scope, receive, send_with_id)
-            return
-        if scope["method"] == "OPTIONS" and (allowed := self.allowed(scope)):
-            preflight = [] if self.cors is None else self.cors.preflight(scope["headers"])
-            headers = [(b"allow", ", ".join(allowed).encode("ascii")), *preflight]
-            await send_with_id({"type": "http.response.start", "status": 204, "headers": headers})
-            await send_with_id({"type": "http.response.body", "body": b""})
-            return
-        if scope["method"] == "HEAD":
-            scope, send_with_id = {**scope, "method": "GET"}, without_body(send_with_id)
-        await super().__call__(scope, receive, send_with_id)
-
-    def refusal(self, error: GatewayError) -> Response:
-        """An error of the gateway's own, as an answer; it is counted."""
-        self.gateway.metrics.unrouted_error(error.code)
-        response = Response(error.body, status_code=error.status, media_type="application/json")
-        for name, value in error.headers:
-            response.headers[name.decode()] = value.decode()
-        return response
-
-    def allowed(self, scope: Scope) -> list[str]:
-        """The methods that the path of ``scope`` answers; none if there is no such path."""
-        if scope["raw_path"] == b"*":  # the server as a whole
-            return with_general(("GET", "POST"))
-        found = {"POST"} if scope["path"] in self.endpoints else set()
-        return with_general(found | set(methods_of(self.routes, scope)))
 
 
 def create_app(
@@ -180,7 +77,11 @@ def create_app(
         connect_timeout=settings.connect_timeout_seconds,
         heartbeat_timeout=settings.heartbeat_timeout_seconds,
         token=access.worker_token,
+        resumes_per_second=settings.resumes_per_second,
+        # Without a line there is nowhere to wait for those that come back.
+        returning_seconds=RETURNING_SECONDS if settings.resume_limit and settings.max_queued else 0.0,
     )
+    registry.on_recovery = metrics.recovered
     discovery = Discovery(_source(settings), registry, on_discovered=lambda: _discovered(lifecycle))
     queue = WaitQueue(registry, limit=settings.max_queued)
     admission = AdmissionController(lifecycle, limit=settings.max_inflight, per_second=queue.per_second)
@@ -189,12 +90,17 @@ def create_app(
         router=RoundRobinRouter(),
         token=access.worker_token,
         queue=queue,
+        events=metrics.interruptions,
         limits=RelayLimits(
             wait_for_worker=settings.wait_for_worker_seconds,
             first_byte=settings.first_byte_timeout_seconds or math.inf,
             stall=settings.stall_timeout_seconds or math.inf,
             keepalive=settings.sse_keepalive_seconds,
-            attempts=settings.attempt_limit,
+            resume_wait=settings.resume_wait_seconds,
+            home=settings.resume_home_seconds,
+            breaks=settings.resume_limit + 1 if settings.resume_limit else BREAKS_WITHOUT_RESUME,
+            resumes=settings.resume_limit > 0,
+            keep=KeepLimits(body_bytes=settings.resume_body_bytes, tokens=settings.resume_max_tokens),
             max_held_bytes=settings.max_held_bytes,
         ),
     )
@@ -203,19 +109,18 @@ def create_app(
     intake = Intake(
         admission=admission,
         relay=relay,
-        metrics=metrics,
+        accounts=Accounts(metrics=metrics, registry=registry, access_log=_access_log(settings, sink)),
         ids=ids,
         uploads=Uploads(stall_seconds=settings.body_stall_timeout_seconds),
         decoders=decoders,
         max_body_bytes=settings.max_body_bytes,
         keys=access.keys,
-        access_log=_access_log(settings, sink),
         tracing=tracing,
     )
 
     drain = DrainProgress()
     sessions = RealtimeSessions(lifecycle, limit=settings.max_realtime_sessions)
-    look = look_at(metrics, lifecycle, admission, registry, discovery, drain, sink, sessions, access.tls, queue)
+    look = look_at(metrics, lifecycle, admission, registry, discovery, drain, sink, sessions, access.tls, queue, relay)
 
     def describe() -> dict[str, Any]:
         return describe_gateway(lifecycle, admission, registry, queue)
@@ -232,6 +137,14 @@ def create_app(
             registry,
             discovery,
             LoopLag(metrics.loop_lag),
+            OpenFiles(),
+            OutageLog(
+                registry,
+                lifecycle,
+                wait_seconds=settings.wait_for_worker_seconds,
+                resume_wait_seconds=settings.resume_wait_seconds if settings.resume_limit else None,
+                health_needs_worker=settings.health_needs_worker,
+            ),
             siblings or nullcontext(),
         ):
             with decoders:
@@ -262,7 +175,7 @@ def create_app(
     app.ids = ids
     app.keys = access.keys
     app.cors = _cors(settings)
-    app.connections = _connections(settings, metrics, files)
+    app.connections = _connections(settings, metrics, files, place)
     metrics.count_connections(lambda: app.connections.open)
     app.realtime = RealtimeEndpoint(
         intake,
@@ -300,7 +213,7 @@ def create_app(
     app.include_router(status_router(describe, siblings))
     app.include_router(metrics_router(metrics, look, siblings))
     app.include_router(realtime_router())
-    _install_errors(app)
+    install_errors(app)
     return app
 
 
@@ -341,10 +254,12 @@ def _discovered(lifecycle: LifecycleMachine) -> None:
         lifecycle.fire(LifecycleEvent.DISCOVERED)
 
 
-def _connections(settings: GatewaySettings, metrics: GatewayMetrics, files: int) -> Connections:
+def _connections(settings: GatewaySettings, metrics: GatewayMetrics, files: int, place: Place | None) -> Connections:
     limit, surplus = room_within(files, settings.max_connections)
-    if limit < settings.max_connections:
-        logger.warning(
+    if limit < settings.max_connections and (place is None or place.number == 0):  # it is the same for all of them
+        chosen = "max_connections" in settings.model_fields_set
+        logger.log(
+            logging.WARNING if chosen else logging.INFO,
             "the limit of open files (%d) has room for %d connections of clients, not for max_connections=%d: more are "
             "answered with 503; raise it (ulimit -n), or set HOTSPARE_MAX_CONNECTIONS",
             files,
@@ -358,15 +273,6 @@ def _log_lifecycle(state: Lifecycle) -> None:
     logger.info("gateway is %s", state.value)
 
 
-def _with_headers(headers: list[Header], send: Send) -> Send:
-    async def send_with_headers(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            message["headers"] = [*message["headers"], *headers]
-        await send(message)
-
-    return send_with_headers
-
-
 def _cors(settings: GatewaySettings) -> Cors | None:
     if not settings.cors_allow_origins:
         return None
@@ -376,35 +282,3 @@ def _cors(settings: GatewaySettings) -> Cors | None:
         headers=settings.cors_allow_headers,
         max_age_seconds=settings.cors_max_age_seconds,
     )
-
-
-def _install_errors(app: GatewayApp) -> None:
-    """Every error has the OpenAI envelope, those of the web framework too."""
-
-    async def gateway_error(request: Request, error: Exception) -> Response:
-        if not isinstance(error, GatewayError):
-            raise error
-        return app.refusal(error)
-
-    async def http_error(request: Request, error: Exception) -> Response:
-        if not isinstance(error, HTTPException):
-            raise error
-        path = request.url.path
-        if error.status_code in (404, 405) and path in app.endpoints:
-            return app.refusal(method_not_allowed(request.method, path, app.allowed(request.scope)))
-        if error.status_code == 404:
-            return app.refusal(refusal(path) or not_found(path))
-        if error.status_code == 405:
-            return app.refusal(method_not_allowed(request.method, path, app.allowed(request.scope)))
-        return app.refusal(from_status(error.status_code, str(error.detail)))
-
-    async def invalid(request: Request, error: Exception) -> Response:
-        return app.refusal(from_status(422, str(error)))
-
-    async def crashed(request: Request, error: Exception) -> Response:
-        return app.refusal(internal())
-
-    app.add_exception_handler(GatewayError, gateway_error)
-    app.add_exception_handler(HTTPException, http_error)
-    app.add_exception_handler(RequestValidationError, invalid)
-    app.add_exception_handler(Exception, crashed)

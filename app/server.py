@@ -14,21 +14,22 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 
 from uvicorn import Server
 
 from app import compiled
+from app.address import Address
+from app.application import GatewayApp
 from app.clients.config import ClientConfig
 from app.clients.protocol import ClientProtocol
 from app.clients.tls_front import TlsFront
 from app.clients.websocket import PING_SECONDS, WebSocketProtocol
 from app.drain import Drain
 from app.exit_codes import DRAINED, OVERRAN
-from app.factory import GatewayApp
-from app.fleet.address import Address
 from app.lifecycle import Lifecycle, LifecycleEvent
 from app.processes.listener import BACKLOG
+from app.processes.stop_signals import STOPS, heard
 
 logger = logging.getLogger(__name__)
 
@@ -47,13 +48,17 @@ def is_loopback(host: str) -> bool:
 
 
 class GatewayServer(Server):
-    """Serves one :class:`GatewayApp` until it is drained. ``exit_code`` says how that went."""
+    """Serves one :class:`GatewayApp` until it is drained. ``exit_code`` says how that went.
+
+    ``on_drained`` is waited for when nothing is in flight any more; until it returns the server answers as it does in a
+    drain."""
 
     def __init__(
         self,
         app: GatewayApp,
         *,
         on_listening: Callable[[], None] | None = None,
+        on_drained: Callable[[], Awaitable[None]] | None = None,
         on_forced_exit: Callable[[], None] | None = None,
         ping_seconds: float = PING_SECONDS,
     ) -> None:
@@ -89,6 +94,7 @@ class GatewayServer(Server):
         )
         self._gateway = app.gateway
         self._on_listening = on_listening
+        self._on_drained = on_drained
         self._on_forced_exit = on_forced_exit
         self._drain: asyncio.Task[None] | None = None
         self.exit_code = DRAINED
@@ -117,11 +123,12 @@ class GatewayServer(Server):
     def capture_signals(self) -> Iterator[None]:
         """Signals are handled on the loop, between callbacks; uvicorn's way would raise them again at the end."""
         loop = asyncio.get_running_loop()
-        before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+        before = {number: signal.getsignal(number) for number in STOPS}
         for number in before:
             loop.add_signal_handler(number, self._signalled, number)
         try:
-            yield
+            with heard():
+                yield
         finally:
             for number, handler in before.items():
                 loop.remove_signal_handler(number)
@@ -178,6 +185,8 @@ class GatewayServer(Server):
         try:
             if not await drain.run(reason):
                 self.exit_code = OVERRAN
+            if self._on_drained is not None:
+                await self._on_drained()
         except Exception:
             logger.exception("the drain failed: leaving without it")
             self.exit_code = OVERRAN

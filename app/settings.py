@@ -14,8 +14,8 @@ from typing import Annotated, Final, Literal, Self
 from pydantic import AfterValidator, AliasChoices, BeforeValidator, Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from app.address import Address, parse_address, parse_addresses
 from app.discovery.endpoints import ServicePort, parse_service_port
-from app.fleet.address import Address, parse_address, parse_addresses
 from app.security.credentials import parse_keys
 from workers.contract import parse_worker_tokens
 
@@ -184,7 +184,7 @@ class GatewaySettings(BaseSettings):
     """Largest body of a request; a larger one is answered with 413."""
     max_held_bytes: Annotated[int, Field(ge=1024, le=1 << 30)] = 4 * MIB
     """A complete (non-streaming) answer up to this size is held back until it is whole, so that a worker's death in the
-    middle of it stays invisible. A larger one is passed on as it comes."""
+    middle of it stays invisible. A larger one is passed on as it comes; a larger error counts as a broken worker."""
     max_inflight: Annotated[int, Field(ge=1, le=1 << 20)] = 4096
     """Most requests at a time in each process, those that wait included; one more is answered with 429."""
     max_queued: Annotated[int, Field(ge=0, le=1 << 20)] = 1024
@@ -203,8 +203,34 @@ class GatewaySettings(BaseSettings):
     health_needs_worker: bool = False
     """Whether ``/health`` says 503 once no worker was routable for 60 s. For where other gateways, with other workers,
     take over; elsewhere an empty Service would refuse the requests that could have waited here."""
-    attempt_limit: Annotated[int, Field(ge=1, le=100)] = 3
-    """How often a request is started, in all, when workers break under it before anything was delivered."""
+    resume_limit: Annotated[
+        int,
+        Field(
+            ge=0,
+            le=100,
+            validation_alias=AliasChoices("resume_limit", "HOTSPARE_RESUME_LIMIT", "DYN_MIGRATION_LIMIT"),
+        ),
+    ] = 3
+    """How many times in a row a request whose worker broke goes to another one without gaining anything of its answer;
+    one that gains something each time is never given up, and deaths of engines are judged apart. Also
+    ``--migration-limit``. 0: no answer is resumed; a request of which nothing was delivered is still started three
+    times in all."""
+    resume_wait_seconds: Seconds = 60.0
+    """How long an answer that is to be resumed waits for a worker: two new engines of one pod may take that long to
+    start."""
+    resume_home_seconds: SecondsOrOff = 1.0
+    """How long an interrupted request waits for the spare of its own worker, if that one had a spare: it takes over in
+    a moment, with room for the request and perhaps with its KV cache, while another worker would compute all of it
+    again, beside its own requests. After that, or if its worker turns out to live, any worker will do. 0: any at
+    once."""
+    resume_body_bytes: Annotated[int, Field(ge=0, le=1 << 31)] = 8 * MIB
+    """Largest body of a request that is kept while its answer is streamed, so that it can be resumed."""
+    resume_max_tokens: Annotated[int, Field(ge=0, le=128 * 1024)] = 128 * 1024
+    """About how many tokens of an answer are remembered, at most 131072, which is what engines take; one that is longer
+    cannot be resumed any more. One takes some eight bytes."""
+    resumes_per_second: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)] = 200.0
+    """How many interrupted requests a worker is sent in a second, so that a promotion is not a flood; the rest, and new
+    requests behind them, wait. 0: no limit."""
     drain_timeout_seconds: Annotated[
         float,
         Field(
@@ -261,3 +287,13 @@ class GatewaySettings(BaseSettings):
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise ValueError("tls_certificate and tls_key belong together: set both, or neither")
         return self
+
+
+def another_name(field: str) -> str:
+    """The variable that sets this field, where that is one of its other names and not its own; otherwise ""."""
+    alias = GatewaySettings.model_fields[field].validation_alias if field in GatewaySettings.model_fields else None
+    if not isinstance(alias, AliasChoices):
+        return ""
+    given = {name.upper() for name in os.environ}
+    found = next((str(choice) for choice in alias.choices[1:] if str(choice) in given), "")
+    return "" if found == f"HOTSPARE_{field.upper()}" else found

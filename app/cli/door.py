@@ -8,8 +8,9 @@ import ssl
 from collections.abc import Mapping
 from pathlib import Path
 
+from app.plain_file import pem_text, read_small
 from app.security.credentials import parse_key_file, parse_keys
-from app.security.watched_files import read_text
+from app.security.watched_files import MAX_BYTES, read_text
 from app.start_error import StartError
 
 API_KEY = "HOTSPARE_API_KEY"
@@ -53,5 +54,5 @@ def trust_only(certificate: Path) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-    context.load_verify_locations(cafile=certificate)
+    context.load_verify_locations(cadata=pem_text(read_small(certificate, MAX_BYTES)))
     return context

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from app.cli.errors import CliError
-from app.cli.variables import KNOWN, PREFIX, SIMILAR
+from app.cli.variables import ELSEWHERE, KNOWN, PREFIX, meant
 from workers.exit_codes import ExitCode
 
 
@@ -42,9 +42,9 @@ def is_service_link(name: str, value: str) -> bool:
 
 
 def _sentence(name: str, known: Collection[str]) -> str:
-    import difflib  # only who made a mistake waits for it
-
-    candidates = {other.removeprefix(PREFIX): other for other in sorted(known)}
-    near = difflib.get_close_matches(name.upper().removeprefix(PREFIX), candidates, n=1, cutoff=SIMILAR)
-    hint = f"did you mean {candidates[near[0]]}?" if near else "unset it, or correct its name;"
+    word = name.upper().removeprefix(PREFIX)
+    near = [ELSEWHERE[word]] if word in ELSEWHERE else meant(word, [other.removeprefix(PREFIX) for other in known])
+    hint = (
+        f"did you mean {' or '.join(PREFIX + other for other in near)}?" if near else "unset it, or correct its name;"
+    )
     return f"the environment variable {name} is unknown to hotspare: {hint} all names are in docs/settings.md"

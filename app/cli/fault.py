@@ -17,10 +17,12 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Final
 
+import msgspec
+
 from app.cli.errors import CliError
 from app.cli.observe import ask_engine, ask_pod
 from app.cli.reports import EngineAnswer
-from app.cli.run_dir import read_pod, read_pods
+from app.cli.run_dir import find_pod
 from workers.contract import Role
 from workers.exit_codes import ExitCode
 from workers.pod_files import PodRecord
@@ -36,23 +38,34 @@ class Fault(StrEnum):
     KILL_SHADOW = "kill-shadow"
     KILL_GMS = "kill-gms"
     STOP_ACTIVE = "stop-active"
+    STOP_SHADOW = "stop-shadow"
+    STOP_GMS = "stop-gms"
 
 
-_TARGETS: Final = {Fault.KILL_ACTIVE: Role.ACTIVE, Fault.KILL_SHADOW: Role.STANDBY, Fault.STOP_ACTIVE: Role.ACTIVE}
+_TARGETS: Final = {
+    Fault.KILL_ACTIVE: Role.ACTIVE,
+    Fault.KILL_SHADOW: Role.STANDBY,
+    Fault.STOP_ACTIVE: Role.ACTIVE,
+    Fault.STOP_SHADOW: Role.STANDBY,
+}
+_OF_SERVICE: Final = frozenset({Fault.KILL_GMS, Fault.STOP_GMS})
+_STOPS: Final = frozenset({Fault.STOP_ACTIVE, Fault.STOP_SHADOW, Fault.STOP_GMS})
 
 
-def inject(fault: Fault, pod_name: str, run_dir: Path) -> str:
-    """Do it; returns what was done.
+def inject(fault: Fault, pod_name: str, run_dir: Path, *, device: str | None = None) -> str:
+    """Do it; returns what was done. ``device``: whose memory service, where a pod has several; None: the first's.
 
     Raises:
         CliError: there is no such pod, or nobody in it has that role; nothing was done.
     """
-    pod = read_pod(run_dir / pod_name) if pod_name not in ("", ".", "..") and "/" not in pod_name else None
-    if pod is None:
-        known = ", ".join(pod.pod for pod in read_pods(run_dir)) or "none"
-        raise _cannot(f"there is no pod {pod_name!r} in {run_dir} (pods there: {known})")
-    if fault is Fault.KILL_GMS:
-        return _kill_gms(pod, run_dir)
+    pod = find_pod(pod_name, run_dir)
+    if fault in _OF_SERVICE:
+        return _signal_gms(fault, _with_service_of(device, pod), run_dir)
+    if device is not None:
+        raise CliError(
+            f"--device is for kill-gms and stop-gms; {fault} means an engine by its role",
+            code=ExitCode.BAD_CONFIGURATION,
+        )
     return asyncio.run(_signal_engine(fault, pod))
 
 
@@ -72,6 +85,11 @@ async def _signal_engine(fault: Fault, pod: PodRecord) -> str:
             for name, answer in answers.items()
         )
         raise _cannot(f"no engine of {pod.pod} is {role} now ({seen}); nothing was done")
+    if pod.engines[report.engine].apart:
+        raise _cannot(
+            f"engine {report.engine} of {pod.pod} ({role}) is in a container of its own, whose processes cannot be "
+            "reached from here; nothing was done. Run the command in that container"
+        )
     with _pidfd(report.pid) as pidfd:
         again = await ask_engine(pod, report.engine)
         if not isinstance(again, EngineState) or (again.pid, again.role) != (report.pid, role):
@@ -81,18 +99,38 @@ async def _signal_engine(fault: Fault, pod: PodRecord) -> str:
         return _send(fault, pidfd, f"engine {report.engine} ({role}, epoch {report.epoch}) of {pod.pod}", report.pid)
 
 
-def _kill_gms(pod: PodRecord, run_dir: Path) -> str:
+def _signal_gms(fault: Fault, pod: PodRecord, run_dir: Path) -> str:
     if pod.gms is None:
         raise _cannot(f"{pod.pod} runs without a memory service; nothing was done")
-    if pod.gms.pid is None:
-        raise _cannot(f"the memory service of {pod.pod} does not run now; nothing was done")
-    with _pidfd(pod.gms.pid) as pidfd:
-        if _listener(run_dir / pod.pod / pod.gms.socket) != pod.gms.pid:
+    # Who listens is the one, whatever pod.json says: with a full disk it may tell of what was before.
+    path = run_dir / pod.pod / pod.gms.socket
+    pid = _listener(path)
+    if pid is None:
+        raise _cannot(f"the memory service of {pod.pod} does not run now; nothing was done, try again")
+    if not pid:
+        raise _cannot(
+            f"the memory service of {pod.pod} is in a container of its own, whose processes cannot be reached from "
+            "here; nothing was done"
+        )
+    with _pidfd(pid) as pidfd:
+        if _listener(path) != pid:
             raise _cannot(
-                f"process {pod.gms.pid} does not serve the memory of {pod.pod} now: it has just begun, or has ended; "
-                "nothing was done, try again"
+                f"the memory service of {pod.pod} was followed by another just now; nothing was done, try again"
             )
-        return _send(Fault.KILL_GMS, pidfd, f"the memory service of {pod.pod}", pod.gms.pid)
+        return _send(fault, pidfd, f"the memory service of {pod.pod}", pid)
+
+
+def _with_service_of(device: str | None, pod: PodRecord) -> PodRecord:
+    """The pod as if that device's memory service were its only one."""
+    if device is None or pod.gms is None:
+        return pod
+    records = [pod.gms, *(pod.more_gms or {}).values()]
+    name = f"gms-{device.replace(':', '-')}.sock"
+    found = [record for record in records if Path(record.socket).name == name]
+    if not found:
+        known = ", ".join(Path(record.socket).stem.removeprefix("gms-").replace("-", ":") for record in records)
+        raise _cannot(f"{pod.pod} has no memory service for {device} (it has them for {known}); nothing was done")
+    return msgspec.structs.replace(pod, gms=found[0])
 
 
 def _listener(path: Path) -> int | None:
@@ -121,7 +159,9 @@ def _pidfd(pid: int) -> Iterator[int]:
 
 
 def _send(fault: Fault, pidfd: int, target: str, pid: int) -> str:
-    number = signal.SIGSTOP if fault is Fault.STOP_ACTIVE else signal.SIGKILL
+    number = signal.SIGSTOP if fault in _STOPS else signal.SIGKILL
+    if pid == 1:  # of this container, which is always meant to be here
+        raise _cannot(f"{target} is process 1 here, and the kernel lets nobody in its own container end or stop that")
     try:
         signal.pidfd_send_signal(pidfd, number)
     except ProcessLookupError:

@@ -14,7 +14,9 @@ import time
 
 from app.cli.environment import refuse_unknown
 from app.cli.errors import CliError
+from app.cli.flags import refuse_unknown_flags
 from app.cli.launch import PASSED_ON, module_command, safe_environment
+from app.processes.stop_signals import hold
 
 
 def main() -> int:
@@ -22,6 +24,8 @@ def main() -> int:
     began = time.monotonic()
     arguments = sys.argv[1:]
     command = arguments[0] if arguments else ""
+    if command in PASSED_ON:
+        hold()  # the process that follows goes on holding them, until it hears them
     try:
         if command in PASSED_ON:
             if {"-h", "--help"}.intersection(arguments):
@@ -29,6 +33,7 @@ def main() -> int:
 
                 return print_help(command)
             refuse_unknown(os.environ)
+            refuse_unknown_flags(command, arguments[1:])
             pass_on(command, arguments[1:])
         if command == "up":
             from app.cli.run_up import run_up
@@ -42,8 +47,15 @@ def main() -> int:
         return run(arguments)
     except CliError as error:
         with contextlib.suppress(OSError):  # nobody reads it: the exit code says enough
-            print(f"hotspare {command}: {error}", file=sys.stderr)
+            print(f"hotspare {command}: {_shown(error)}", file=sys.stderr)
         return error.code
+
+
+def _shown(error: CliError) -> str:
+    """It may quote what a process, or one of its libraries, has said."""
+    from gms.legible import on_terminal
+
+    return on_terminal(str(error)) if sys.stderr.isatty() else str(error)
 
 
 def pass_on(command: str, arguments: list[str]) -> None:

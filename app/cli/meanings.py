@@ -62,7 +62,7 @@ def parser_of(process: Process) -> argparse.ArgumentParser:
     """The process's own parser."""
     match process:
         case Process.GATEWAY:
-            from app.__main__ import parser as gateway_parser
+            from app.arguments import parser as gateway_parser
 
             return gateway_parser()
         case Process.GMS:

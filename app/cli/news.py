@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from app.cli.drain_words import waiting_to_hand_over
 from app.cli.reports import Absence, EngineAnswer
 from workers.contract import Role
 from workers.state import EngineState
@@ -24,7 +25,7 @@ class News(NamedTuple):
 
 
 class _Loss(NamedTuple):
-    """When a pod was last seen with its spare, and whose death changed that."""
+    """When a pod was last seen with all its spares, and whose death changed that."""
 
     since: float
     role: Role
@@ -39,24 +40,36 @@ class PodNews:
         """The newest report of each living engine."""
         self._silent: set[str] = set()
         self._complete = False
-        """An active engine and a parked one."""
+        """An active engine, and all others parked."""
+        self._spares = 0
+        """How many engines are not the active one."""
         self._loss: _Loss | None = None
+        self._restored: set[str] = set()
+        """Engines that a memory service which was started again has taken pages back from, and nobody was told."""
 
     @property
     def complete(self) -> bool:
-        """Whether an active engine and a parked one were there at the last look."""
+        """Whether an active engine and every spare were there at the last look."""
         return self._complete
 
+    @property
+    def parked(self) -> int:
+        """How many spares were parked at the last look."""
+        return sum(report.role is Role.STANDBY for report in self._last.values())
+
     def look(self, answers: Mapping[str, EngineAnswer], *, now: float) -> list[News]:
-        """What is new, in the order in which it happened."""
+        """What is new, in the order in which it happened. ``answers`` has an entry for each engine of the pod."""
+        self._spares = len(answers) - 1
         granted = [
             answer.promotion.granted
             for answer in answers.values()
             if isinstance(answer, EngineState) and answer.promotion is not None
         ]
         # Deaths first: they are what everything else follows from.
+        before = dict(self._last)
         news = [item for engine, answer in answers.items() for item in self._deaths(engine, answer, granted, now)]
         news += [item for engine, answer in answers.items() for item in self._changes(engine, answer, now)]
+        news += self._service(before, now)
         news += self._redundancy()
         return sorted(news, key=lambda item: item.at)
 
@@ -90,6 +103,8 @@ class PodNews:
             news.append(self._say(now, f"{engine} answers again"))
         if before is None or before.role is not answer.role:
             news += self._role(engine, answer)
+        if (draining := answer.draining) is not None and draining.bound and not _waited(before):
+            news.append(self._say(now, f"{engine} {waiting_to_hand_over(draining)}"))
         return news
 
     def _role(self, engine: str, report: EngineState) -> list[News]:
@@ -105,18 +120,37 @@ class PodNews:
             return [self._say(report.since, f"{engine} is {report.role}{why}")]
         return []
 
+    def _service(self, before: Mapping[str, EngineState], now: float) -> list[News]:
+        """A memory service that was gone is back, for all of its engines."""
+        links = {engine: report.memory_service for engine, report in self._last.items() if report.memory_service}
+        for engine, link in links.items():
+            was = before[engine].memory_service if engine in before else None
+            if was is not None and self._last[engine].pid == before[engine].pid and link.restored > was.restored:
+                self._restored.add(engine)
+        if not self._restored or any(link.adrift_seconds is not None for link in links.values()):
+            return []
+        names, self._restored = " and ".join(sorted(self._restored)), set()
+        return [self._say(now, f"the memory service is back, and has its pages again from {names}")]
+
     def _redundancy(self) -> list[News]:
         active = [report for report in self._last.values() if report.role is Role.ACTIVE]
         parked = [report for report in self._last.values() if report.role is Role.STANDBY]
-        was, self._complete = self._complete, bool(active and parked)
+        was, self._complete = self._complete, bool(active and parked) and len(parked) >= self._spares
         if was or not self._complete:
             return []
-        at = max(active[0].since, parked[0].since)
-        spare, loss = parked[0].engine, self._loss
-        self._loss = None
+        last = max(parked, key=lambda report: report.since)
+        at = max(active[0].since, last.since)
+        loss, self._loss = self._loss, None
         if loss is None:
-            return [self._say(at, f"{spare} is parked, the spare is ready")]
-        return [self._say(at, f"{spare} is parked again, redundancy restored after {max(at - loss.since, 0.0):.1f} s")]
+            ready = "the spare is ready" if self._spares == 1 else f"all {self._spares} spares are ready"
+            return [self._say(at, f"{last.engine} is parked, {ready}")]
+        seconds = max(at - loss.since, 0.0)
+        return [self._say(at, f"{last.engine} is parked again, redundancy restored after {seconds:.1f} s")]
 
     def _say(self, at: float, text: str) -> News:
         return News(at, f"{self._pod}: {text}")
+
+
+def _waited(before: EngineState | None) -> bool:
+    """Whether it was to hand over at the last look already, and waited for requests first."""
+    return before is not None and before.draining is not None and bool(before.draining.bound)

@@ -7,25 +7,31 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final
 
 from workers.hosts import reachable
-
-EngineName = Literal["vllm", "sim"]
 
 LOOPBACK: Final = "127.0.0.1"
 """Where pods listen: only the gateway is for others."""
 PORTS_PER_POD: Final = 10
 GMS_METRICS_OFFSET: Final = 9
 MAX_PORT: Final = 65535
+MAX_RANKS: Final = 8
+"""That of WorkerSettings."""
 DEFAULT_DRAIN_SECONDS: Final = 5.0
-DEFAULT_GRACE_SECONDS: Final = 15.0
+DEFAULT_SHUTDOWN_SECONDS: Final = 900.0
+DEFAULT_ENGINE_SHUTDOWN_SECONDS: Final = 30.0
+DEFAULT_KILL_MARGIN_SECONDS: Final = 10.0
 DEFAULT_STARTUP_SECONDS: Final = 600.0
 """Those of GatewaySettings and PodSettings."""
 STOP_MARGIN_SECONDS: Final = 10.0
 EXAMPLE_TOKENS: Final = 64
 """So that the first request somebody tries comes to an end soon, whatever the model."""
+CHATTING: Final = frozenset({"vllm", "sim", "sglang", "trtllm"})
+"""Engines that are known to have the route for chats."""
 ENGINE_IDS: Final = "abcdefgh"
+MAX_SHADOWS: Final = len(ENGINE_IDS) - 1
+"""That of PodSettings; their ports, and the memory service's, are all that a pod has."""
 
 WORKER_TOKEN: Final = "HOTSPARE_WORKER_TOKEN"  # noqa: S105 - a name
 GATEWAYS_OWN: Final = frozenset({"HOTSPARE_API_KEY", "HOTSPARE_API_KEYS"})
@@ -46,6 +52,7 @@ PER_PROCESS: Final = frozenset(
         "HOTSPARE_WORKERS_KUBERNETES",
         "HOTSPARE_GMS_SOCKET",
         "HOTSPARE_GMS_METRICS_PORT",
+        "HOTSPARE_MORE_GMS_METRICS_PORTS",
     }
 )
 """What ``up`` gives to each process on its own; from the outside it would make two pods claim to be one."""
@@ -56,7 +63,7 @@ class UpOptions:
     """What the person at the terminal asked for. A port of 0 means any free one."""
 
     pods: int = 1
-    engine: EngineName = "vllm"
+    engine: str = "vllm"
     model: Path | None = None
     host: str = LOOPBACK
     port: int = 8000
@@ -65,6 +72,8 @@ class UpOptions:
     shadows: int = 1
     gms: bool = True
     keeper: bool = True
+    tensor_parallel_size: int = 1
+    """Ranks of each engine. The variable alone says it: there is no option."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +84,8 @@ class PodPlan:
     serving: int
     admin: tuple[int, ...]
     gms_metrics: int
+    more_gms_metrics: tuple[int, ...] = ()
+    """Of further ranks' memory services."""
 
     @property
     def address(self) -> str:
@@ -83,12 +94,20 @@ class PodPlan:
     def ports(self) -> dict[int, str]:
         """Port → what it is for, for messages."""
         engines = {port: f"engine {ENGINE_IDS[at]}" for at, port in enumerate(self.admin)}
-        return {self.serving: "serving port", **engines, self.gms_metrics: "memory service's metrics"}
+        more = {port: f"memory service's metrics of rank {at}" for at, port in enumerate(self.more_gms_metrics, 1)}
+        return {self.serving: "serving port", **engines, self.gms_metrics: "memory service's metrics", **more}
 
 
 def last_port(options: UpOptions) -> int:
     """The highest port that a fixed ``base_port`` leads to."""
-    return options.base_port + PORTS_PER_POD * (options.pods - 1) + GMS_METRICS_OFFSET
+    more = options.pods * (options.tensor_parallel_size - 1)
+    return options.base_port + PORTS_PER_POD * (options.pods - 1) + GMS_METRICS_OFFSET + more
+
+
+def ranks_from(environment: Mapping[str, str]) -> int:
+    """How many ranks an engine has, as the pods read it; a bad value is theirs to refuse."""
+    given = environment.get("HOTSPARE_TENSOR_PARALLEL_SIZE", "")
+    return int(given) if given.isdecimal() and 1 <= int(given) <= MAX_RANKS else 1
 
 
 def pod_name(index: int) -> str:
@@ -98,23 +117,26 @@ def pod_name(index: int) -> str:
 def fixed_pod(options: UpOptions, index: int) -> PodPlan:
     """Pod ``index`` with the ports that the documentation promises."""
     base = options.base_port + PORTS_PER_POD * index
+    more = options.base_port + PORTS_PER_POD * options.pods + (options.tensor_parallel_size - 1) * index
     return PodPlan(
         name=pod_name(index),
         serving=base,
         admin=tuple(base + 1 + engine for engine in range(options.shadows + 1)),
         gms_metrics=base + GMS_METRICS_OFFSET,
+        more_gms_metrics=tuple(range(more, more + options.tensor_parallel_size - 1)),
     )
 
 
 def ports_needed(options: UpOptions) -> int:
     """How many ports a pod needs when any will do."""
-    return options.shadows + 3
+    return options.shadows + options.tensor_parallel_size + 2
 
 
-def free_pod(index: int, ports: Sequence[int]) -> PodPlan:
+def free_pod(options: UpOptions, index: int, ports: Sequence[int]) -> PodPlan:
     """Pod ``index`` on ``ports_needed`` ports that somebody reserved."""
-    serving, metrics, *admin = ports
-    return PodPlan(name=pod_name(index), serving=serving, admin=tuple(admin), gms_metrics=metrics)
+    serving, metrics, *others = ports
+    more, admin = tuple(others[: options.tensor_parallel_size - 1]), tuple(others[options.tensor_parallel_size - 1 :])
+    return PodPlan(name=pod_name(index), serving=serving, admin=admin, gms_metrics=metrics, more_gms_metrics=more)
 
 
 def gateway_arguments(options: UpOptions, port: int, pods: Sequence[PodPlan]) -> list[str]:
@@ -131,6 +153,7 @@ def pod_arguments(options: UpOptions, pod: PodPlan) -> list[str]:
         *("--serving-port", str(pod.serving)),
         *("--admin-ports", ",".join(map(str, pod.admin))),
         *("--gms-metrics-port", str(pod.gms_metrics)),
+        *(("--more-gms-metrics-ports", ",".join(map(str, pod.more_gms_metrics))) if pod.more_gms_metrics else ()),
         *("--shadows", str(options.shadows)),
         "--gms" if options.gms else "--no-gms",
         "--keeper" if options.keeper else "--no-keeper",
@@ -176,9 +199,12 @@ def limits_from(environment: Mapping[str, str]) -> Limits:
     """From the same variables that gateway and pod read; a bad value is theirs to refuse."""
     other = _seconds(environment, "DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS", DEFAULT_DRAIN_SECONDS)
     drain = _seconds(environment, "HOTSPARE_DRAIN_TIMEOUT_SECONDS", other)
-    grace = _seconds(environment, "HOTSPARE_GRACE_PERIOD_SECONDS", DEFAULT_GRACE_SECONDS)
+    other = _seconds(environment, "DYN_RUNTIME_GRACEFUL_SHUTDOWN_TIMEOUT_SECS", DEFAULT_SHUTDOWN_SECONDS)
+    orderly = _seconds(environment, "HOTSPARE_SHUTDOWN_TIMEOUT_SECONDS", other)
+    orderly += _seconds(environment, "HOTSPARE_ENGINE_SHUTDOWN_SECONDS", DEFAULT_ENGINE_SHUTDOWN_SECONDS)
+    killed = _seconds(environment, "HOTSPARE_KILL_AFTER_SECONDS", orderly + DEFAULT_KILL_MARGIN_SECONDS)
     start = _seconds(environment, "HOTSPARE_STARTUP_TIMEOUT_SECONDS", DEFAULT_STARTUP_SECONDS)
-    return Limits(gateway=drain + STOP_MARGIN_SECONDS, pod=grace + STOP_MARGIN_SECONDS, start=start, drain=drain)
+    return Limits(gateway=drain + STOP_MARGIN_SECONDS, pod=killed + STOP_MARGIN_SECONDS, start=start, drain=drain)
 
 
 def _seconds(environment: Mapping[str, str], name: str, default: float) -> float:
@@ -195,11 +221,13 @@ def base_url(host: str, port: int, *, tls: bool = False) -> str:
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
-def example_request(url: str, model: str, *, key: str = "", certificate: str | None = None) -> str:
+def example_request(url: str, model: str, *, key: str = "", certificate: str | None = None, chats: bool = True) -> str:
     """A command that works as it stands in any POSIX shell; with keys, in one that has the same variables. ``key`` is
-    what stands for one there: none is written out, since terminals are logged and shown."""
-    message = {"role": "user", "content": "Say hello."}
-    body = json.dumps({"model": model, "stream": True, "max_tokens": EXAMPLE_TOKENS, "messages": [message]})
+    what stands for one there: none is written out, since terminals are logged and shown. Without ``chats`` it is
+    what every engine has to answer."""
+    said = {"messages": [{"role": "user", "content": "Say hello."}]} if chats else {"prompt": "Say hello."}
+    path = "chat/completions" if chats else "completions"
+    body = json.dumps({"model": model, "stream": True, "max_tokens": EXAMPLE_TOKENS, **said})
     trust = f" --cacert {shlex.quote(certificate)}" if certificate else ""
     shown = f' -H "authorization: Bearer {key}"' if key else ""
-    return f"curl -N{trust} {url}/v1/chat/completions{shown} -H 'content-type: application/json' -d {shlex.quote(body)}"
+    return f"curl -N{trust} {url}/v1/{path}{shown} -H 'content-type: application/json' -d {shlex.quote(body)}"

@@ -37,7 +37,7 @@ def assign_ports(options: UpOptions, stack: ExitStack) -> tuple[int, list[PodPla
         pods = [fixed_pod(options, index) for index in range(options.pods)]
     else:
         pods = [
-            free_pod(index, [_reserve(LOOPBACK, stack) for _ in range(ports_needed(options))])
+            free_pod(options, index, [_reserve(LOOPBACK, stack) for _ in range(ports_needed(options))])
             for index in range(options.pods)
         ]
     for pod in pods:

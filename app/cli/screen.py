@@ -11,6 +11,7 @@ import io
 import sys
 from typing import TYPE_CHECKING, Final, Protocol, TextIO, cast
 
+from gms.legible import on_terminal
 from workers.children import LogSink
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ class LiveScreen:
 
     def say(self, text: str, *, style: str = "") -> None:
         # soft_wrap: a command that is to be copied must not get line breaks.
-        self._console.print(text, style=style or None, markup=False, soft_wrap=True)
+        self._console.print(on_terminal(text), style=style or None, markup=False, soft_wrap=True)
 
     def finish(self) -> None:
         if self._live.is_started:

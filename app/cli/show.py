@@ -19,11 +19,11 @@ from workers.exit_codes import ExitCode
 WATCH_SECONDS: Final = 1.0
 
 
-def show_status(run_dir: Path, *, as_json: bool) -> int:
+def show_status(run_dir: Path, *, as_json: bool) -> None:
     """Once.
 
     Raises:
-        CliError: no pod runs there; or, after the status has been shown, nothing in it answers.
+        CliError: nothing runs there; or, after the status has been shown, nothing in it answers.
     """
     document = asyncio.run(look(run_dir, key=client_key(os.environ)))
     _show(document, as_json=as_json)
@@ -33,7 +33,6 @@ def show_status(run_dir: Path, *, as_json: bool) -> int:
             "unless it is starting just now",
             code=ExitCode.ENGINE_DEAD,
         )
-    return ExitCode.DRAINED
 
 
 def _show(document: StatusDocument, *, as_json: bool) -> None:
@@ -50,15 +49,33 @@ def _show(document: StatusDocument, *, as_json: bool) -> None:
     console.print(render(document), soft_wrap=not console.is_terminal)
 
 
-def watch_status(run_dir: Path) -> int:
+def watch_status(run_dir: Path) -> None:
     """Each second, until Ctrl-C.
 
     Raises:
-        CliError: no pod runs there (any more).
+        CliError: nothing runs there (any more).
     """
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(_watch(run_dir))
-    return ExitCode.DRAINED
+
+
+def show_memory(run_dir: Path, *, as_json: bool) -> None:
+    """Once.
+
+    Raises:
+        CliError: no pod runs there.
+    """
+    from app.cli.memory import account, render
+
+    document = asyncio.run(account(run_dir))
+    if as_json:
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(document), indent=2).decode() + "\n")
+        sys.stdout.flush()
+        return
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    console.print(render(document), soft_wrap=not console.is_terminal)
 
 
 async def _watch(run_dir: Path) -> None:

@@ -6,17 +6,20 @@ The document is the stable form (``version``): fields are added, never renamed. 
 from __future__ import annotations
 
 import asyncio
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from app.cli import absent
 from app.cli.errors import CliError
 from app.cli.observe import DEADLINE_SECONDS, ask_gateway, ask_pod, private_bytes
 from app.cli.reports import Absence, EngineAnswer, GatewayReport, WorkerReport
 from app.cli.run_dir import GatewayFile, is_running, read_gateway, read_pods
 from workers.exit_codes import ExitCode
-from workers.pod_files import PodRecord
+from workers.pod_files import MemoryServiceRecord, PodRecord
+from workers.state import DrainState
 from workers.threads import in_daemon_thread
 
 if TYPE_CHECKING:
@@ -44,6 +47,13 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     memory_service: str | None = None
     """How it stands with the memory service: ``connected``, or in words since when not, or what is its own now."""
     failure: str | None = None
+    obstacle: str | None = None
+    """Why its last promotion failed; None if none did since one succeeded."""
+    self_test_problem: str | None = None
+    """Why it is no spare though it is parked, a sentence; None: it is one, or not parked."""
+    self_test_age_seconds: float | None = None
+    draining: DrainState | None = None
+    """How far it is, of one that waits for its requests or hands them over."""
 
 
 class GmsStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,6 +66,8 @@ class GmsStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     pid: int | None
     answers: bool
+    metrics_port: int
+    """0: it serves none."""
     device: str | None = None
     total_bytes: int | None = None
     high_water_bytes: int | None = None
@@ -68,17 +80,20 @@ class GmsStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PodStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One pod. ``stale``: its supervisor is gone and left the file behind."""
+    """One pod. ``stale``: its supervisor is gone and left the file behind. ``pid`` None: it has none, as in a container
+    of Kubernetes, where the kubelet is that."""
 
     pod: str
     instance: str
-    pid: int
+    pid: int | None
     stale: bool
     serving_port: int
     routed: WorkerReport | None
     """What the gateway thinks of it."""
     gms: GmsStatus | None
     engines: dict[str, EngineStatus]
+    more_gms: list[GmsStatus] = []
+    """Those of the engines' further ranks."""
 
 
 class GatewayStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,12 +121,13 @@ async def look(run_dir: Path, *, key: str | None = None) -> StatusDocument:
     show to the gateway.
 
     Raises:
-        CliError: no pod has ever run there, or a file cannot be read.
+        CliError: nothing has ever run there, or a file cannot be read.
     """
     pods, gateway = read_pods(run_dir), read_gateway(run_dir)
-    if not pods:
+    if not pods and gateway is None:
         raise CliError(
-            f"no pod runs in {run_dir}; start one with `hotspare up`, or name another folder with --run-dir",
+            f"neither a pod nor a gateway runs in {run_dir}; start one with `hotspare up`, or name another folder with "
+            "--run-dir",
             code=ExitCode.ENGINE_DEAD,
         )
     view, seen = await asyncio.gather(
@@ -162,32 +178,44 @@ def _gateway_status(file: GatewayFile | None, view: GatewayReport | Absence | No
 
 
 async def _look_at_pod(pod: PodRecord, run_dir: Path) -> PodStatus:
-    answers, gms = await asyncio.gather(ask_pod(pod), _look_at_gms(pod, run_dir))
-    engines = await asyncio.gather(*(_engine_status(pod, name, answer) for name, answer in answers.items()))
+    more = pod.more_gms or {}
+    others = (look_at_gms(msgspec.structs.replace(pod, gms=record), run_dir) for record in more.values())
+    answers, gms, more_gms = await asyncio.gather(ask_pod(pod), look_at_gms(pod, run_dir), asyncio.gather(*others))
+    engines = await asyncio.gather(*(_engine_status(pod, name, answer, run_dir) for name, answer in answers.items()))
     return PodStatus(
         pod=pod.pod,
         instance=pod.instance,
         pid=pod.pid,
-        stale=not is_running(pod.pid, module="workers"),
+        stale=pod.pid is not None and not is_running(pod.pid, module="workers"),
         serving_port=pod.serving_port,
         routed=None,
         gms=gms,
+        more_gms=[found for found in more_gms if found is not None],
         engines=dict(zip(answers, engines, strict=True)),
     )
 
 
-async def _engine_status(pod: PodRecord, name: str, answer: EngineAnswer) -> EngineStatus:
+async def _engine_status(pod: PodRecord, name: str, answer: EngineAnswer, run_dir: Path) -> EngineStatus:
     entry = pod.engines[name]
     if isinstance(answer, Absence):
-        return EngineStatus(role=answer, keeper_pid=entry.pid, admin_port=entry.admin_port, restarts=entry.restarts)
-    private = await asyncio.to_thread(private_bytes, answer.pid)
+        found = absent.look(pod, name, run_dir)
+        return EngineStatus(
+            role=answer,
+            pid=found.pid,
+            keeper_pid=found.keeper_pid,
+            admin_port=entry.admin_port,
+            restarts=found.restarts,
+            private_bytes=None if found.pid is None else await asyncio.to_thread(private_bytes, found.pid),
+        )
+    private = None if entry.apart else await asyncio.to_thread(private_bytes, answer.pid)
+    test = answer.self_test
     return EngineStatus(
         role=answer.role,
         role_seconds=round(answer.role_seconds, 3),
         pid=answer.pid,
-        keeper_pid=entry.pid if entry.pid != answer.pid else None,
+        keeper_pid=answer.keeper_pid if pod.pid is None else entry.pid if entry.pid != answer.pid else None,
         admin_port=entry.admin_port,
-        restarts=entry.restarts + answer.restarts,
+        restarts=answer.restarts,
         epoch=answer.epoch,
         inflight=answer.inflight,
         capacity=answer.capacity,
@@ -197,10 +225,15 @@ async def _engine_status(pod: PodRecord, name: str, answer: EngineAnswer) -> Eng
         kv_mapped=answer.memory.kv_mapped if answer.memory else None,
         memory_service=answer.memory_service.summary if answer.memory_service else None,
         failure=answer.failure,
+        draining=answer.draining,
+        self_test_problem=test.problem if test is not None else None,
+        self_test_age_seconds=test.age_seconds if test is not None else None,
+        obstacle=answer.obstacle,
     )
 
 
-async def _look_at_gms(pod: PodRecord, run_dir: Path) -> GmsStatus | None:
+async def look_at_gms(pod: PodRecord, run_dir: Path) -> GmsStatus | None:
+    """What one pod's memory service says; None: the pod has none."""
     if pod.gms is None:
         return None
     path = run_dir / pod.pod / pod.gms.socket
@@ -208,13 +241,13 @@ async def _look_at_gms(pod: PodRecord, run_dir: Path) -> GmsStatus | None:
         async with asyncio.timeout(DEADLINE_SECONDS):  # the thread is left behind: nobody waits for it at exit
             status = await in_daemon_thread(lambda: _gms_status(path, pod.instance), name="gms-status")
     except (OSError, TimeoutError):
-        return GmsStatus(pid=pod.gms.pid, answers=False)
+        status = None
     if status is None:
-        return GmsStatus(pid=pod.gms.pid, answers=False)
-    return gms_status(pod.gms.pid, status)
+        return GmsStatus(pid=pod.gms.pid, answers=False, metrics_port=pod.gms.metrics_port, device=served_device(path))
+    return gms_status(pod.gms, status)
 
 
-def gms_status(pid: int | None, status: Status) -> GmsStatus:
+def gms_status(record: MemoryServiceRecord, status: Status) -> GmsStatus:
     """The service's own report, with what people ask of it. Pure."""
     pools: dict[str, int] = {}
     for pool in status.pools:
@@ -224,8 +257,9 @@ def gms_status(pid: int | None, status: Status) -> GmsStatus:
     if status.journal:
         remarks.append(f"pages could not be taken back after a restart: {status.journal}")
     return GmsStatus(
-        pid=pid,
+        pid=record.pid,
         answers=True,
+        metrics_port=record.metrics_port,
         device=status.device,
         total_bytes=status.total_bytes,
         high_water_bytes=status.high_water_bytes,
@@ -238,12 +272,23 @@ def gms_status(pid: int | None, status: Status) -> GmsStatus:
     )
 
 
+def served_device(socket: Path) -> str:
+    """The host device that a service's socket is named after (``gms-cpu-1.sock``); cpu:0 for any other name. Pure."""
+    found = re.fullmatch(r"gms-cpu-([0-9]{1,3})\.sock", socket.name)
+    return f"cpu:{found[1]}" if found else "cpu:0"
+
+
 def _gms_status(path: Path, instance: str) -> Status | None:
     from gms.client import GmsClient, GmsError
 
     try:
         client = GmsClient.connect(
-            path, engine="status", instance=instance, client="status", timeout_seconds=DEADLINE_SECONDS
+            path,
+            engine="status",
+            instance=instance,
+            device=served_device(path),
+            client="status",
+            timeout_seconds=DEADLINE_SECONDS,
         )
         with client:
             return client.status()

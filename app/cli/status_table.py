@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from app.cli.drain_words import waiting_to_hand_over
 from app.cli.reports import Absence
 from app.cli.status import EngineStatus, GatewayStatus, GmsStatus, PodStatus, StatusDocument
+from gms.legible import on_terminal
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -36,7 +38,10 @@ def render(document: StatusDocument) -> Group:
             role = Text(engine.role, style=_ROLE_STYLES.get(engine.role, "yellow"))
             table.add_row("" if at else pod.pod, name, role, *engine_cells(engine))
     lines = [Text(gateway_line(document.gateway)), *(Text(pod_line(pod)) for pod in document.pods)]
-    lines += [Text(line, style="yellow") for pod in document.pods for line in gms_remarks(pod)]
+    # These quote others: clients' request ids, errors of libraries.
+    lines += [Text(on_terminal(line), style="yellow") for pod in document.pods for line in gms_remarks(pod)]
+    lines += [Text(on_terminal(line), style="yellow") for pod in document.pods for line in drains(pod)]
+    lines += [Text(on_terminal(line), style="bold red") for pod in document.pods for line in obstacles(pod)]
     return Group(*lines, table)
 
 
@@ -75,6 +80,7 @@ def pod_line(pod: PodStatus) -> str:
         if pod.routed.problem:
             parts.append(pod.routed.problem)
     parts.append(gms_part(pod.gms))
+    parts += [f"{other.device}: {gms_part(other)}" for other in pod.more_gms]
     return "; ".join(parts)
 
 
@@ -98,14 +104,49 @@ def gms_remarks(pod: PodStatus) -> list[str]:
     gms = pod.gms
     if gms is None:
         return []
-    adopting = [name for name, state in gms.states.items() if state == "ADOPTING"]
-    lines = [f"{name} is being handed back after a restart of the memory service" for name in adopting]
+    lines = []
+    for one in (gms, *pod.more_gms):
+        where = f" of {one.device}" if pod.more_gms else ""
+        adopting = [name for name, state in one.states.items() if state == "ADOPTING"]
+        lines += [f"{name}{where} is being handed back after a restart of the memory service" for name in adopting]
     lines += [
         f"engine {name} and the memory service: {engine.memory_service}"
         for name, engine in pod.engines.items()
         if engine.memory_service not in (None, "connected")
     ]
-    return [f"  {pod.pod}: {line}" for line in (*lines, *gms.remarks)]
+    return [
+        f"  {pod.pod}: {line}" for line in (*lines, *(remark for one in (gms, *pod.more_gms) for remark in one.remarks))
+    ]
+
+
+def drains(pod: PodStatus) -> list[str]:
+    """A line for each engine that is on its way out. Pure."""
+    lines = []
+    for name, engine in pod.engines.items():
+        if (draining := engine.draining) is None:
+            continue
+        remaining = ", ".join(f"{count} {route}" for route, count in draining.remaining.items()) or "nothing"
+        left = "" if draining.left_seconds is None else f", cut in {duration(draining.left_seconds)}"
+        if draining.bound:
+            lines.append(f"  {pod.pod}: engine {name} {waiting_to_hand_over(draining)}")
+            continue
+        lines.append(f"  {pod.pod}: engine {name} leaves ({draining.phase}): {remaining} in flight{left}")
+    return lines
+
+
+def obstacles(pod: PodStatus) -> list[str]:
+    """A line for each engine that was elected and could not serve, or is parked and could not take over. Pure."""
+    lines = [
+        f"engine {name} could not be promoted; {engine.obstacle}"
+        for name, engine in pod.engines.items()
+        if engine.obstacle is not None
+    ]
+    lines += [
+        f"engine {name} is parked, but no spare: {engine.self_test_problem}"
+        for name, engine in pod.engines.items()
+        if engine.self_test_problem is not None
+    ]
+    return [f"  {pod.pod}: {line}" for line in lines]
 
 
 def size(count: int | None) -> str:

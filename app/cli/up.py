@@ -20,7 +20,7 @@ from app.cli.door import client_key, key_in_a_shell
 from app.cli.errors import CliError
 from app.cli.news import PodNews
 from app.cli.observe import ask_gateway, ask_pod
-from app.cli.plan import Limits, UpOptions, base_url, example_request
+from app.cli.plan import CHATTING, Limits, UpOptions, base_url, example_request
 from app.cli.reports import Absence, EngineAnswer, GatewayReport
 from app.cli.run_dir import GatewayFile, read_pod
 from app.cli.screen import Screen
@@ -74,8 +74,8 @@ class Up:
         self._began = began
         self._board = Board()
         self._ready = False
-        self._complete: dict[str, bool] = {}
-        """Pod → whether its spare was parked at the last look."""
+        self._parked: dict[str, int] = {}
+        """Pod → how many of its spares were parked at the last look."""
         self._end: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
         self._forced = asyncio.Event()
         self._drained_seconds = 0.0
@@ -191,11 +191,18 @@ class Up:
             models[0] if models else "default",
             key=key_in_a_shell(self._environment),
             certificate=self._certificate,
+            chats=self._options.engine in CHATTING,
         )
         self._screen.say(f"  {example}")
         if self._options.shadows:
-            complete = sum(self._complete.values())
-            self._screen.say(spares_line(parked=complete, pods=len(self._starter.pods)))
+            wanted = len(self._starter.pods) * self._options.shadows
+            self._screen.say(
+                spares_line(
+                    parked=sum(self._parked.values()),
+                    wanted=wanted,
+                    bare=any(not self._parked.get(pod.plan.name) for pod in self._starter.pods),
+                )
+            )
         self._screen.say(f"Ctrl-C drains and stops; logs are in {self._options.run_dir / LOGS}")
 
     async def _look_at(self, pod: StartedPod) -> None:
@@ -215,7 +222,7 @@ class Up:
                 now = time.monotonic()
                 self._advance(pod, file, answers, now)
                 changes = news.look(answers, now=now)
-                self._complete[pod.plan.name] = news.complete
+                self._parked[pod.plan.name] = news.parked
                 for item in changes:
                     self._voice.say(item.text, at=item.at)
             else:
@@ -338,12 +345,13 @@ class Up:
             self._end.set_result(Ending())
 
 
-def spares_line(*, parked: int, pods: int) -> str:
-    """What the ready message says about redundancy. Pure."""
-    if parked >= pods:
-        return "redundancy stands: " + ("the spare is parked" if pods == 1 else f"all {pods} spares are parked")
-    missing = "the spare is" if pods == 1 else f"{pods - parked} of {pods} spares are"
-    return f"{missing} still being parked, a line will tell; until then a failover waits for an engine to start"
+def spares_line(*, parked: int, wanted: int, bare: bool) -> str:
+    """What the ready message says about redundancy; ``bare``: some pod has no spare yet. Pure."""
+    if parked >= wanted:
+        return "redundancy stands: " + ("the spare is parked" if wanted == 1 else f"all {wanted} spares are parked")
+    missing = "the spare is" if wanted == 1 else f"{wanted - parked} of {wanted} spares are"
+    said = f"{missing} still being parked, a line will tell"
+    return f"{said}; until a pod has one, a failover there waits for an engine to start" if bare else said
 
 
 def cut_off_words(count: int, *, in_time: bool) -> str:

@@ -7,7 +7,6 @@ options are known.
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,16 +14,18 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from app.cli.errors import CliError
-from app.cli.plan import MAX_PORT, PER_PROCESS, UpOptions
-from app.cli.variables import KNOWN, PREFIX, SIMILAR
+from app.cli.plan import MAX_PORT, MAX_SHADOWS, PER_PROCESS, UpOptions, ranks_from
+from app.cli.variables import KNOWN, PREFIX, meant
 from workers.exit_codes import ExitCode
 
 MAX_PODS: Final = 100
 _TRUE: Final = frozenset({"1", "true", "t", "yes", "y", "on"})
 _FALSE: Final = frozenset({"0", "false", "f", "no", "n", "off"})
-_VARIABLES: Final = {"--api-key": "HOTSPARE_API_KEYS"}
+_VARIABLES: Final = {"--api-key": "HOTSPARE_API_KEYS", "--migration-limit": "HOTSPARE_RESUME_LIMIT"}
 """Of the gateway's flags, those that are not called like their variable."""
 _SWITCHES: Final = ("gms", "keeper")
+_NO_OPTIONS: Final = frozenset({"tensor_parallel_size"})
+"""What only a variable says, and the pods judge."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -50,7 +51,8 @@ def parse_up(arguments: Sequence[str], environment: Mapping[str, str]) -> UpOpti
             "--model is for --engine vllm: the engine without a model has none; leave one of them out",
             code=ExitCode.BAD_CONFIGURATION,
         )
-    return UpOptions(**{**vars(options), "run_dir": Path(os.path.abspath(options.run_dir))})
+    absolute = Path(os.path.abspath(options.run_dir))
+    return UpOptions(**{**vars(options), "run_dir": absolute, "tensor_parallel_size": ranks_from(environment)})
 
 
 def up_parser() -> _Parser:
@@ -69,7 +71,12 @@ def up_parser() -> _Parser:
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help=shown, **more)
 
     option("pods", "how many pods", kind=Whole(1, MAX_PODS), metavar="N")
-    option("engine", "vllm; or sim, which is deterministic and has no model", kind=str, choices=("vllm", "sim"))
+    option(
+        "engine",
+        "vllm; sim, which is deterministic and has no model; or another one, as hotspare engines lists them",
+        kind=_engine,
+        metavar="NAME",
+    )
     option("model", "model folder in Hugging Face layout; none: the embedded SmolLM2", kind=Path, metavar="DIR")
     option("host", "where the gateway listens", kind=str)
     option("port", "the gateway's port; 0: any", kind=Whole(0, MAX_PORT))
@@ -77,7 +84,7 @@ def up_parser() -> _Parser:
         "base_port", "first port of pod 0, the others' follow by tens; 0: any", kind=Whole(0, MAX_PORT), metavar="PORT"
     )
     option("run_dir", "folder for sockets, locks and logs", kind=Path, metavar="DIR")
-    option("shadows", "spare engines of each pod, 0 or 1", kind=Whole(0, 1), metavar="N")
+    option("shadows", f"spare engines of each pod, up to {MAX_SHADOWS}", kind=Whole(0, MAX_SHADOWS), metavar="N")
     parser.add_argument(
         "--gms", action=argparse.BooleanOptionalAction, help="a memory service in each pod (default: true)"
     )
@@ -89,7 +96,7 @@ def up_parser() -> _Parser:
 
 def _from_environment(parser: _Parser, environment: Mapping[str, str]) -> dict[str, Any]:
     values: dict[str, Any] = {}
-    for name in vars(UpOptions()):
+    for name in vars(UpOptions()).keys() - _NO_OPTIONS:
         variable = f"HOTSPARE_{name.upper()}"
         given = environment.get(variable, "")
         if not given:
@@ -109,6 +116,19 @@ def _switch(variable: str, given: str) -> bool:
     if given.lower() in _TRUE | _FALSE:
         return given.lower() in _TRUE
     raise CliError(f"{variable}={given}: should be true or false", code=ExitCode.BAD_CONFIGURATION)
+
+
+def _engine(text: str) -> str:
+    """argparse's ``type``; what is nearly always asked for is known without a look at what is installed."""
+    if text not in ("vllm", "sim"):
+        from workers.engine import EngineConfigError
+        from workers.engines.catalogue import find
+
+        try:
+            find(text)
+        except EngineConfigError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+    return text
 
 
 @dataclass(frozen=True)
@@ -132,5 +152,5 @@ def _unknown(argument: str, parser: _Parser) -> str:
     if variable in KNOWN - PER_PROCESS:
         return f"unknown option {name}: what up starts reads its settings from the environment; set {variable}"
     known = {other.lstrip("-"): other for action in parser._actions for other in action.option_strings}
-    near = difflib.get_close_matches(name.lstrip("-"), known, n=1, cutoff=SIMILAR)
-    return f"unknown option {name}; " + (f"did you mean {known[near[0]]}?" if near else "see hotspare up --help")
+    near = [known[other] for other in meant(name.lstrip("-"), known)]
+    return f"unknown option {name}; " + (f"did you mean {' or '.join(near)}?" if near else "see hotspare up --help")

@@ -1,1 +1,1 @@
-"""A client's side: connections, heads, bodies, and the two shells that relayed requests come in through."""
+"""A client's side: connections, heads, and the two shells that relayed requests come in through."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import deque
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
@@ -16,6 +17,7 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
+_ADDRESS = re.compile(r"[0-9A-Za-z.:%_-]{1,64}")
 HIGH_WATER_BYTES = 256 * 1024
 LOW_WATER_BYTES = 64 * 1024
 
@@ -26,10 +28,18 @@ Written = Callable[[float], Awaitable[None]]
 """Waits until the socket has taken all that was sent. A client that takes nothing for so many seconds is cut off."""
 
 
+def client_of(scope: Scope) -> str:
+    """The client's address, as the server has it. Empty if it has none, or one that is none: a server that believes
+    proxies may have it from a header."""
+    found = str((scope.get("client") or ("",))[0])
+    return found if _ADDRESS.fullmatch(found) else ""
+
+
 class AsgiDownstream:
     """A ``Downstream`` that queues, and sends while its endpoint waits (:meth:`run`)."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, *, write_timeout: float) -> None:
+        self._scope = scope
         self._receive = receive
         self._send = send
         self._write_timeout = write_timeout
@@ -48,6 +58,9 @@ class AsgiDownstream:
     def watch_client(self) -> None:
         """Start to look for the client's leaving; after the body was read."""
         self._watcher = asyncio.create_task(self._watch())
+
+    def client(self) -> str:
+        return client_of(self._scope)
 
     def observe(self, observer: DownstreamObserver | None) -> None:
         self._observer = observer

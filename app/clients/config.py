@@ -12,7 +12,7 @@ from uvicorn import Config
 from app.clients.connections import Connections
 from app.clients.cors import Cors
 from app.clients.direct import DirectEndpoint
-from app.intake import RequestIds
+from app.intake.request_ids import RequestIds
 from app.security.tls import ServerTls
 
 HANDSHAKE_SECONDS = 10.0

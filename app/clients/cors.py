@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+from app.http_headers import find
 from app.openai.errors import Header
-from app.relay.headers import find
 
 EXPOSED: Final = b"openai-processing-ms, retry-after, retry-after-ms, x-request-id, x-should-retry"
 """Of an answer's headers, those that a page may read beside the few that it always may."""

@@ -10,23 +10,49 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Final
+from typing import Final, Protocol
 
-from app.clients.uploads import Upload
-from app.intake import Arrival, Intake
+from uvicorn.protocols.http.flow_control import FlowControl
+
+from app.clients.cors import Cors
+from app.intake.arrival import Arrival, Intake
+from app.intake.uploads import Upload
 from app.openai.errors import GatewayError, Header, body_too_large
 from app.openai.surface import RelayRoute
 from app.relay.downstream import DownstreamObserver
 
-if TYPE_CHECKING:
-    from app.clients.protocol import ClientProtocol
-
-LINGER_SECONDS: Final = 2.0
-"""How long a client that was answered before its body ended is read on: closing at once could take the answer away from
-it (RFC 9112, section 9.6)."""
 _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 _LAST_CHUNK: Final = b"0\r\n\r\n"
 _STATUS_LINES: Final = {status.value: b"HTTP/1.1 %d %b\r\n" % (status, status.phrase.encode()) for status in HTTPStatus}
+
+
+class Connection(Protocol):
+    """What a cycle needs of its client's connection: ``protocol`` has it, most of it from uvicorn."""
+
+    loop: asyncio.AbstractEventLoop
+    transport: asyncio.Transport
+    flow: FlowControl
+    cors: Cors | None
+    client: tuple[str, int] | None
+    """The client's address and port."""
+
+    def default_head(self) -> bytes:
+        """The lines that every answer has."""
+        ...
+
+    def unsent(self) -> int:
+        """Bytes that the socket has not taken yet."""
+        ...
+
+    def close_slowly(self) -> None:
+        """End what is sent, and read on for a moment."""
+        ...
+
+    def on_response_complete(self) -> None: ...
+
+    def tell_when_written(self, cycle: DirectCycle) -> None:
+        """Call ``cycle.settled`` when nothing is left to write, or the connection is lost."""
+        ...
 
 
 class DirectEndpoint:
@@ -44,7 +70,7 @@ class DirectCycle:
 
     def __init__(
         self,
-        protocol: ClientProtocol,
+        protocol: Connection,
         endpoint: DirectEndpoint,
         *,
         target: bytes,
@@ -173,6 +199,10 @@ class DirectCycle:
             self._observer.resume()
 
     # A Downstream
+
+    def client(self) -> str:
+        found = self._protocol.client
+        return found[0] if found else ""
 
     def observe(self, observer: DownstreamObserver | None) -> None:
         self._observer = observer

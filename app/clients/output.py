@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from http import HTTPStatus
-from typing import Any, cast
+from typing import Any, Final, cast
 
 from uvicorn import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from app.clients.config import WRITE_BUFFER_BYTES, ClientConfig
-from app.clients.direct import LINGER_SECONDS
 from app.openai.errors import GatewayError
 from app.relay.headers import client_request_id
 
+LINGER_SECONDS: Final = 2.0
+"""How long a client that was answered before its body ended is read on: closing at once could take the answer away from
+it (RFC 9112, section 9.6)."""
 TLS_LOOK_SECONDS = 0.02
 
 

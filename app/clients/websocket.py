@@ -153,6 +153,8 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         await super().send(message)
         if message["type"] == "websocket.close":
             self._abort_later()
+        elif message["type"] == "websocket.http.response.body" and not message.get("more_body", False):
+            self.handshake_complete = True  # it was answered; uvicorn would log an error that it was not
 
     async def run_asgi(self) -> None:
         try:

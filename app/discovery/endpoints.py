@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from app.address import Address
 from app.discovery.findings import Failed, Finding, Found
-from app.fleet.address import Address
 
 LABEL = "kubernetes.io/service-name"
 _NAME = r"[a-z0-9](?:[-a-z0-9.]{0,251}[a-z0-9])?"

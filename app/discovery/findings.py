@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from app.fleet.address import Address
+from app.address import Address
 
 MAX_ADDRESSES = 1000
 """Each address costs a connection and a dial every 25 to 250 ms: a longer list is a mistake."""

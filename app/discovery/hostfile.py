@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
+from app.address import Address, parse_address
 from app.discovery.findings import Failed, Finding, Found
-from app.fleet.address import Address, parse_address
 
 MAX_FILE_BYTES = 1 << 20
 

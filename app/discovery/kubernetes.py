@@ -20,6 +20,7 @@ import httpx
 from app.discovery.endpoints import LABEL, BadAnswer, Expired, ServicePort, Slices, retry_delay
 from app.discovery.findings import Failed
 from app.discovery.sources import Hear
+from app.plain_file import pem_text, read_small
 
 logger = logging.getLogger(__name__)
 
@@ -28,8 +29,11 @@ WATCH_SECONDS = 30
 without a word stays unnoticed, and how old the token of a running watch gets."""
 ANSWER_SECONDS = 15.0
 SILENCE_SECONDS = WATCH_SECONDS + 10.0
+HANDSHAKE_SECONDS = 1.0
+"""What a TLS handshake under way is given to end, when nobody wants the connection any more."""
 MAX_LIST_BYTES = 32 << 20
 MAX_EVENT_BYTES = 4 << 20
+MAX_CREDENTIAL_BYTES = 1 << 20
 SHORT_LIFE_SECONDS = 5.0
 """A watch that ends sooner counts as a failure when it comes to waiting before the next one."""
 
@@ -88,7 +92,7 @@ class KubernetesSource:
         """Over plain http (``kubectl proxy``) there is nothing to check, and no token is shown."""
         verify: ssl.SSLContext | bool = False
         if self._api.startswith("https:"):
-            verify = ssl.create_default_context(cafile=self._credentials / "ca.crt")
+            verify = ssl.create_default_context(cadata=pem_text(self._read("ca.crt")))
         timeout = httpx.Timeout(ANSWER_SECONDS, connect=5.0)
         # A connection that was kept may be closed just when it is used again: no news about the API server.
         limits = httpx.Limits(max_keepalive_connections=0)
@@ -97,13 +101,16 @@ class KubernetesSource:
     def _request(self, client: httpx.AsyncClient, **parameters: str) -> httpx.Request:
         headers = {"accept": "application/json", "accept-encoding": "identity", "user-agent": "hotspare-gateway"}
         if self._api.startswith("https:"):
-            headers["authorization"] = f"Bearer {(self._credentials / 'token').read_text().strip()}"
+            headers["authorization"] = f"Bearer {self._read('token').decode().strip()}"
         url = f"{self._api}/apis/discovery.k8s.io/v1/namespaces/{self._service.namespace}/endpointslices"
         selector = {"labelSelector": f"{LABEL}={self._service.service}"}
         return client.build_request("GET", url, params=selector | parameters, headers=headers)
 
+    def _read(self, name: str) -> bytes:
+        return read_small(self._credentials / name, MAX_CREDENTIAL_BYTES)
+
     async def _list(self, client: httpx.AsyncClient) -> bytes:
-        answer = await client.send(self._request(client), stream=True)
+        answer = await _send(client, self._request(client))
         try:
             await _check(answer)
             document = bytearray()
@@ -125,7 +132,7 @@ class KubernetesSource:
             timeoutSeconds=str(WATCH_SECONDS),
         )
         request.extensions["timeout"] = httpx.Timeout(SILENCE_SECONDS, connect=5.0).as_dict()
-        answer = await client.send(request, stream=True)
+        answer = await _send(client, request)
         try:
             await _check(answer)
             rest = b""
@@ -141,6 +148,22 @@ class KubernetesSource:
                 raise _Cut from error
         finally:
             await answer.aclose()
+
+
+async def _send(client: httpx.AsyncClient, request: httpx.Request) -> httpx.Response:
+    """``client.send``, which when it is cancelled leaves a socket that shakes hands to the garbage collector: so it is
+    given a moment to come to its end first."""
+    sending = asyncio.ensure_future(client.send(request, stream=True))
+    try:
+        return await asyncio.shield(sending)
+    except asyncio.CancelledError:
+        try:
+            await asyncio.wait((sending,), timeout=HANDSHAKE_SECONDS)
+            if sending.done() and not sending.cancelled() and sending.exception() is None:
+                await sending.result().aclose()
+        finally:
+            sending.cancel()
+        raise
 
 
 async def _check(answer: httpx.Response) -> None:

@@ -11,9 +11,9 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
+from app.address import Address
 from app.discovery.findings import Failed, Finding, Found, one_family
 from app.discovery.hostfile import MAX_FILE_BYTES, read_addresses
-from app.fleet.address import Address
 from app.plain_file import read_regular
 
 T = TypeVar("T")

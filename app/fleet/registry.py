@@ -1,8 +1,8 @@
 """What the gateway knows of its workers, as it is now.
 
-One :class:`WorkerEntry` per address, one :class:`Replica` per (worker, instance, epoch) that has a live watch. States
-are derived (``liveness``) whenever a fact changes; the list of who is routable is recomputed then and not per request.
-Whoever hands out workers to waiting requests (``on_change``) is told in that same turn of the loop.
+One ``WorkerEntry`` per address, one ``Replica`` per (worker, instance, epoch) that has a live watch. States are derived
+(``liveness``) whenever a fact changes; the list of who is routable is recomputed then and not per request. Whoever
+hands out workers to waiting requests (``on_change``) is told in that same turn of the loop.
 
 Addresses come and go (:meth:`WorkerRegistry.follow`). One that went gets no new requests; its watch, which tells of its
 death, and its connections stay until the streams that run on it have ended.
@@ -12,110 +12,27 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
+import random
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence, Set
 from types import TracebackType
 from typing import Self
 
-from app.fleet.address import Address
-from app.fleet.liveness import (
-    ReplicaFacts,
-    ReplicaKey,
-    WatchFacts,
-    WorkerState,
-    clears_suspicion,
-    derive_state,
-    routable_keys,
-)
-from app.fleet.room import Room
+from app.address import Address
+from app.fleet.deaths import Deaths, Fate
+from app.fleet.liveness import ReplicaFacts, ReplicaKey, WorkerState, routable_keys
+from app.fleet.recovery_times import recovery_times
+from app.fleet.replica import Replica, WorkerEntry
 from app.fleet.watch import AddressWatch, WatchSession
 from app.fleet.worker_token import WorkerToken
-from app.relay.upstream import UpstreamPool
-from app.telemetry.logs import fields
-from workers.contract import WatchLine
+from app.log_fields import fields
+from app.upstream.pool import UpstreamPool
+from workers.contract import Role, WatchLine
 
 logger = logging.getLogger(__name__)
 
-HISTORY_LENGTH = 64
 REMEMBERED_SECONDS = 60.0
 """So long the models of a worker that is down still count as known: its requests wait instead of getting a 404."""
-
-
-@dataclass(frozen=True, slots=True)
-class Transition:
-    """``monotonic`` is CLOCK_MONOTONIC, comparable across the processes of one machine."""
-
-    state: WorkerState
-    epoch: int | None
-    monotonic: float
-
-
-class Replica:
-    """One promotion of a pod, while its watch is open."""
-
-    def __init__(self, session: WatchSession, key: ReplicaKey, line: WatchLine, pool: UpstreamPool) -> None:
-        self.session = session
-        self.key = key
-        self.line = line
-        self.pool = pool
-        self.room = Room()
-        self.line_at = self.steps_at = session.line_at
-        self.suspected_at: float | None = None
-        self.connected = True
-
-    @property
-    def address(self) -> Address:
-        return self.pool.address
-
-    def hear(self, line: WatchLine, at: float) -> None:
-        if line.steps != self.line.steps:
-            self.steps_at = at
-        self.line, self.line_at = line, at
-        self.room.heard(
-            inflight=line.inflight, capacity=line.capacity, refused=line.refused, gateways=line.gateways, now=at
-        )
-        if self.suspected_at is not None and clears_suspicion(self.suspected_at, at):
-            self.suspected_at = None
-
-    def state(self, now: float, heartbeat_timeout: float) -> WorkerState:
-        facts = WatchFacts(self.connected, self.line_at, self.suspected_at)
-        return derive_state(facts, now=now, heartbeat_timeout=heartbeat_timeout)
-
-
-class WorkerEntry:
-    """One address: its replicas (two during a hand-over) and its history."""
-
-    def __init__(self, address: Address) -> None:
-        self.address = address
-        self.replicas: dict[ReplicaKey, Replica] = {}
-        self.last: Replica | None = None
-        """The replica heard of last, also when it is gone."""
-        self.history: deque[Transition] = deque(maxlen=HISTORY_LENGTH)
-        self.timer: asyncio.TimerHandle | None = None
-        self.watch: AddressWatch | None = None
-        self.task: asyncio.Task[None] | None = None
-        self.distrusted_at = -math.inf
-        """When it refused our worker token last, under a request."""
-
-    @property
-    def current(self) -> Replica | None:
-        """The replica that stands for this address: the newest one."""
-        return max(self.replicas.values(), key=lambda r: r.key.epoch, default=None)
-
-    def state(self, now: float, heartbeat_timeout: float) -> WorkerState:
-        current = self.current
-        return WorkerState.DOWN if current is None else current.state(now, heartbeat_timeout)
-
-    def record(self, state: WorkerState, now: float) -> bool:
-        replica = self.current or self.last
-        epoch = None if replica is None else replica.key.epoch
-        if self.history and (self.history[-1].state, self.history[-1].epoch) == (state, epoch):
-            return False
-        self.history.append(Transition(state, epoch, now))
-        return True
 
 
 class WorkerRegistry:
@@ -128,8 +45,13 @@ class WorkerRegistry:
         connect_timeout: float,
         heartbeat_timeout: float,
         token: WorkerToken | None = None,
+        resumes_per_second: float = 0.0,
+        returning_seconds: float = 0.0,
     ) -> None:
-        """``addresses``: those known from the start; :meth:`follow` gives others."""
+        """``addresses``: those known from the start; :meth:`follow` gives others. ``resumes_per_second``: of
+        interrupted requests, for each worker; 0: no limit. ``returning_seconds``: new requests leave a worker that was
+        just promoted to interrupted ones for so long at most: not all gateways for the same time, for they know nothing
+        of each other's."""
         self.entries = {address: WorkerEntry(address) for address in addresses}
         self._connect_timeout = connect_timeout
         self._heartbeat_timeout = heartbeat_timeout
@@ -139,9 +61,15 @@ class WorkerRegistry:
         """What workers served whose address is gone, and when they were last heard of."""
         self._open = False
         self._token = token or WorkerToken()
+        self._resumes_per_second = resumes_per_second
+        self._returning_seconds = returning_seconds
+        self._deaths = Deaths()
+        self._curious: list[asyncio.Future[None]] = []
         self._closing = False
         self.on_change: Callable[[], None] | None = None
         """Called at each change of a fact about any worker, once all conclusions are drawn."""
+        self.on_recovery: Callable[[str, float], None] | None = None
+        """Called when a promotion follows an engine's death, with each phase of that (``recovery_times``)."""
         self.nobody_since: float | None = time.monotonic()
         """When the last routable worker went, or this began; ``None``: some worker is routable."""
         self._routable: dict[ReplicaKey, Replica] = {}
@@ -235,6 +163,20 @@ class WorkerRegistry:
         """Routable replicas that serve the model; with an empty name, all routable ones."""
         return self._by_model.get(model, ())
 
+    def fate(self, replica: Replica, broke_at: float) -> Fate:
+        """What became of the engine that a connection broke to."""
+        return self._deaths.fate(replica.key, broke_at, line_at=replica.line_at, connected=replica.connected)
+
+    def changed(self) -> asyncio.Future[None]:
+        """Done at the next change of a fact about any worker."""
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._curious.append(future)
+        return future
+
+    def served_models(self) -> Set[str]:
+        """Models that a routable worker serves."""
+        return self._by_model.keys() - {""}
+
     def is_routable(self, replica: Replica) -> bool:
         return self._routable.get(replica.key) is replica
 
@@ -271,13 +213,17 @@ class WorkerRegistry:
             found.update(self._departed)
         return found
 
-    def reachable_models(self) -> list[str]:
-        """Models of the workers that have a watch now, each once, in the order of the workers."""
-        found: dict[str, None] = {}
+    def reachable_models(self) -> dict[str, int]:
+        """Models of the workers that have a watch now, in the order of the workers, and how long a request and its
+        answer may be there in tokens: at the worker where that is least, since any of them may get it. 0: none says."""
+        found: dict[str, int] = {}
         for entry in self.entries.values():
             for replica in entry.replicas.values():
-                found.update(dict.fromkeys(replica.line.models))
-        return list(found)
+                said = replica.line.max_model_len
+                for model in replica.line.models:
+                    known = found.get(model, 0)
+                    found[model] = min(known, said) if known and said else known or said
+        return found
 
     def problem(self, entry: WorkerEntry) -> str:
         """Why this worker is not used, as far as it is known and somebody can mend it; else empty."""
@@ -308,7 +254,12 @@ class WorkerRegistry:
                 connect_timeout=self._connect_timeout,
                 on_break=lambda: self._suspect(entry, session),
             )
-            replica = entry.replicas[key] = Replica(session, key, line, pool)
+            replica = Replica(session, key, line, pool, resumes_per_second=self._resumes_per_second)
+            if self._returning_seconds and entry.last is not None and entry.last.key[:2] == key[:2]:
+                spread = random.random()  # noqa: S311
+                replica.room.leave_until(session.line_at + self._returning_seconds * spread)
+            entry.replicas[key] = replica
+            self._note_recovery(entry, replica)
         elif replica.session is not session:
             return False
         replica.hear(line, session.line_at)
@@ -316,12 +267,27 @@ class WorkerRegistry:
         self._update(entry)
         return True
 
+    def _note_recovery(self, entry: WorkerEntry, replica: Replica) -> None:
+        """The first line of a promotion: if it follows a death, how long that took."""
+        before = entry.last
+        if self.on_recovery is None or before is None or before.key[:2] != replica.key[:2]:
+            return
+        fate = self._deaths.fate(before.key, before.suspected_at or 0.0, line_at=0.0, connected=False)
+        if fate is Fate.DIED and replica.line.state is Role.ACTIVE:
+            states = [(transition.state, transition.monotonic) for transition in entry.history]
+            for phase, seconds in recovery_times(
+                states, line_at=replica.line_at, lock_seconds=replica.line.lock_seconds
+            ).items():
+                self.on_recovery(phase, seconds)
+
     def watch_gone(self, session: WatchSession) -> None:
         entry = self._entry_of(session)
         replica = None if session.key is None or entry is None else entry.replicas.get(session.key)
         if self._closing or entry is None or replica is None or replica.session is not session:
             return
-        replica.suspected_at = time.monotonic()
+        now = replica.suspected_at = time.monotonic()
+        if replica.line.state is Role.ACTIVE and not session.problem:
+            self._deaths.add(replica.key, now)
         self._update(entry)
         replica.connected = False
         del entry.replicas[replica.key]
@@ -390,5 +356,10 @@ class WorkerRegistry:
             entry.timer = asyncio.get_running_loop().call_later(max(0.001, due + 0.001), self._update, entry)
 
     def _wake(self) -> None:
+        if self._curious:
+            curious, self._curious = self._curious, []
+            for future in curious:
+                if not future.done():
+                    future.set_result(None)
         if self.on_change is not None:
             self.on_change()

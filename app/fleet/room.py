@@ -75,6 +75,15 @@ class Room:
             return now >= self._left_until or free > self._left
         return 0.0 < self._asks_at <= now
 
+    def open_to_returning(self, now: float) -> bool:
+        """The same for a request whose worker broke: what is left to others is left to such."""
+        return self._capacity > self.own + self._others or 0.0 < self._asks_at <= now
+
+    def leave_until(self, until: float) -> None:
+        """All places are left to requests that were interrupted elsewhere, ours and others', until then."""
+        self._left = sys.maxsize
+        self._left_until = until
+
     def opens_at(self, now: float) -> float | None:
         """When the mere passing of time opens it, if it does."""
         due = self._left_until if not self.full else self._asks_at

@@ -15,11 +15,12 @@ from typing import Protocol
 
 import msgspec
 
-from app.fleet.address import Address
+from app.address import Address
 from app.fleet.liveness import SILENT_WATCH_FACTOR, ReplicaKey, reconnect_delay
 from app.fleet.worker_token import WorkerToken
 from app.openai.errors import Header
-from app.relay.upstream import UpstreamConnection, UpstreamError, UpstreamPool
+from app.upstream.connection import UpstreamConnection, UpstreamError
+from app.upstream.pool import UpstreamPool
 from workers.contract import MAX_WATCH_LINE_BYTES, WATCH_PATH, Role, WatchLine, decode_watch_line
 
 logger = logging.getLogger(__name__)

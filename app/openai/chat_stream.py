@@ -46,7 +46,7 @@ class StreamError(msgspec.Struct, frozen=True):
 class ChatChunk(msgspec.Struct, frozen=True):
     """One event, or a whole error body: that has ``error`` alone."""
 
-    choices: list[Choice] = []
+    choices: list[Choice] | msgspec.UnsetType = msgspec.UNSET
     usage: Usage | None = None
     error: StreamError | None = None
 
@@ -57,6 +57,8 @@ _chunk = msgspec.json.Decoder(ChatChunk)
 def decode_chunk(data: bytes) -> ChatChunk | None:
     """``None``: it is no event of a chat completion."""
     try:
-        return _chunk.decode(data)
+        chunk = _chunk.decode(data)
     except (msgspec.DecodeError, UnicodeError, RecursionError):
         return None
+    says_nothing = chunk.choices is msgspec.UNSET and chunk.usage is None and chunk.error is None
+    return None if says_nothing else chunk

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from app.openai.schemas import DESCRIPTIONS, TEXT, Schema, array, record
+from app.openai.schemas import COUNT, DESCRIPTIONS, TEXT, Schema, array, record
 from app.openai.surface import RelayRoute
 
 TITLE = "Hotspare gateway"
@@ -25,7 +25,9 @@ _ERROR: Schema = record(
         "additionalProperties": True,
     },
 )
-_MODEL: Schema = record("id object", id=TEXT, object={"const": "model"}, created={"type": "integer"}, owned_by=TEXT)
+_MODEL: Schema = record(
+    "id object", id=TEXT, object={"const": "model"}, created={"type": "integer"}, owned_by=TEXT, max_model_len=COUNT
+)
 _STATUS: Schema = record("status", status=TEXT)
 _EVENTS: dict[str, Any] = {
     "text/event-stream": {

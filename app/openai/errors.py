@@ -405,16 +405,61 @@ def body_stalled(limit_seconds: float, least_bytes: int) -> GatewayError:
     )
 
 
-def worker_lost(reason: str) -> GatewayError:
-    """As an error event after something was delivered; as 502 when all attempts broke before that."""
+def worker_lost(reason: str, *, lost: int = 0) -> GatewayError:
+    """As an error event after something was delivered; as 502 when all attempts broke before that. ``lost``: how many
+    workers broke, where none brought anything; ``reason`` is about the last one."""
+    many = f"{lost} workers were" if lost > 1 else "The worker was"
+    what = f"{many} lost before any answer" if lost else "This answer was cut off: its worker was lost"
     return GatewayError(
         502,
         "worker_lost",
-        f"The worker was lost while it answered ({reason}); try the request again.",
+        f"{what} ({reason}); try the request again.",
         type="server_error",
         fault="upstream",
         retryable=True,
     )
+
+
+def not_taken_up(waited_seconds: float, *, full: bool) -> GatewayError:
+    """An answer had begun, its worker broke, and nobody went on with it: no refusal, as the client has a part of it.
+    ``full``: there were workers, without room."""
+    why = "every other one was full" if full else "no other one became ready"
+    return GatewayError(
+        503,
+        "no_worker",
+        f"This answer was cut off: its worker was lost, and {why} within {waited_seconds:g} s to go on with it; "
+        "try the request again.",
+        type="server_error",
+        fault="upstream",
+        retryable=True,
+    )
+
+
+def request_kills_worker(*, delivered: bool = False, repeated: bool = False) -> GatewayError:
+    """Workers died of it again and again, the last times while nothing else was under suspicion. ``delivered``: after a
+    part of its answer had come. ``repeated``: what the same request is answered for a while then."""
+    if repeated:
+        said = "Workers died of this very request less than ten minutes ago: it is refused without being tried."
+    else:
+        died = "each one that went on with its answer" if delivered else "each one that took it"
+        came = "bring more of it" if delivered else "answer"
+        said = (
+            f"Workers die of this request: {died} ended before it could {came}. It is not tried again, and the same "
+            "request is refused for ten minutes."
+        )
+    return GatewayError(
+        500,
+        "request_kills_worker",
+        said,
+        type="server_error",
+        fault="client",
+        headers=((b"x-should-retry", b"false"),),
+    )
+
+
+def unusable_answer(reason: str) -> GatewayError:
+    """When nothing was delivered and all attempts ended so; ``reason`` is about the last one."""
+    return bad_answer(f"The worker's answer cannot be used ({reason}); try the request again.")
 
 
 def bad_answer(reason: str) -> GatewayError:
@@ -523,34 +568,3 @@ def task_not_served(model: str, path: str) -> GatewayError:
         fault="client",
         param="model",
     )
-
-
-def from_worker(status: int, body: bytes, *, model: str, path: str) -> GatewayError:
-    """An envelope for a worker's error that came without one."""
-    if status == 404:  # engines have the routes of their model's task, and no others
-        return task_not_served(model, path)
-    return from_status(status, _said(body) or f"The worker answered {status} without a word.")
-
-
-class _Detail(msgspec.Struct):
-    detail: str
-
-
-_detail = msgspec.json.Decoder(_Detail)
-
-
-def _said(body: bytes) -> str:
-    """What a web framework said, if it did."""
-    try:
-        return _detail.decode(body).detail[:1000]
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
-        return body[:1000].decode("utf-8", "replace")
-
-
-def has_envelope(body: bytes) -> bool:
-    """Whether a worker's error body is one that SDKs can read: a JSON object with an ``error``."""
-    try:
-        document = msgspec.json.decode(body)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
-        return False
-    return isinstance(document, dict) and bool(document.get("error"))

@@ -14,8 +14,8 @@ import msgspec
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
+from app.http_headers import find
 from app.openai.errors import Header, invalid_form, invalid_json, unsupported_media_type, unsupported_stateful
-from app.relay.headers import find
 
 if TYPE_CHECKING:
     from python_multipart.multipart import MultipartCallbacks
@@ -88,7 +88,7 @@ def _decode(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
     except UnicodeDecodeError as error:
         raise invalid_json(f"it is not UTF-8 at byte {error.start}") from None
     except msgspec.DecodeError as error:
-        raise invalid_json(str(error)) from None
+        raise invalid_json(str(error) if body.strip() else "it is empty") from None
     except RecursionError:
         raise invalid_json("it is nested too deeply") from None
     return found

@@ -37,9 +37,17 @@ class RealtimeProblem(Exception):
     """What is wrong with a client's event: becomes an ``error`` event, and the session goes on."""
 
     def __init__(
-        self, code: str, message: str, *, param: str | None = None, type: str = "invalid_request_error"
+        self,
+        code: str,
+        message: str,
+        *,
+        param: str | None = None,
+        type: str = "invalid_request_error",
+        event_id: str | None = None,
     ) -> None:
+        """``event_id``: of the event, where whoever catches this cannot know it."""
         super().__init__(message)
+        self.event_id = event_id
         self.code = code
         self.message = message
         self.param = param
@@ -207,7 +215,7 @@ def decode_head(frame: str) -> tuple[str, str | None]:
         raise RealtimeProblem("invalid_json", f"An event must be a JSON object: {_reason(error)}") from None
     event_id = head.event_id if isinstance(head.event_id, str) and len(head.event_id) <= MAX_EVENT_ID else None
     if not isinstance(head.type, str):
-        raise RealtimeProblem("missing_type", "An event must have a 'type'.", param="type")
+        raise RealtimeProblem("missing_type", "An event must have a 'type'.", param="type", event_id=event_id)
     return head.type, event_id
 
 

@@ -55,10 +55,14 @@ def refusal(path: str) -> GatewayError | None:
     for pattern, reason in _STATEFUL:
         if pattern.fullmatch(path):
             return unsupported_stateful(reason)
+    if path == "/":
+        return not_found(path, because="There is no page at '/'; the API begins at /v1, and /docs describes it.")
     if (meant := _meant(path)) is not None:
         return not_found(
             path, because=f"There is no route {path[:200]!r} here; did you mean {meant}? A base URL ends in /v1, once."
         )
+    if (near := _near(path)) is not None:
+        return not_found(path, because=f"There is no route {path[:200]!r} here; did you mean {near}?")
     family = _FAMILY.fullmatch(path)
     if family is not None and family[1] in _NOT_OFFERED:
         return not_found(
@@ -74,3 +78,16 @@ def _meant(path: str) -> str | None:
     meant = path.removeprefix(_VERSION) if path.startswith(_VERSION * 2) else _VERSION + path
     meant = meant.rstrip("/")
     return meant if meant in _VERSIONED and path not in _VERSIONED else None
+
+
+def _near(path: str) -> str | None:
+    """The route that has a slash too many at its end, or an ``s`` too many or too few at the end of a word."""
+    key = _loosely(path)
+    return None if path in _VERSIONED else _LOOSELY.get(key)
+
+
+def _loosely(path: str) -> str:
+    return "/".join(word.removesuffix("s") for word in path.rstrip("/").split("/")).lower()
+
+
+_LOOSELY: Final = {_loosely(path): path for path in sorted(_VERSIONED)}

@@ -36,6 +36,16 @@ class NotEvents(ValueError):
     """What came is not server-sent events: a broken worker."""
 
 
+def check_beginning(data: bytes) -> None:
+    """Look at how a stream begins; ``data`` is not empty.
+
+    Raises:
+        NotEvents: no stream of events can begin so.
+    """
+    if data[0] not in _BEGINNINGS:
+        raise NotEvents("what it sends is not server-sent events")
+
+
 class EventSplitter:
     """Bytes in, whole events out; the rest is held back."""
 
@@ -57,8 +67,7 @@ class EventSplitter:
             NotEvents: the stream begins as none can.
         """
         if not self._begun and data:
-            if data[0] not in _BEGINNINGS:
-                raise NotEvents("what it sends is not server-sent events")
+            check_beginning(data)
             self._begun = True
         rest = self._rest
         if not rest:

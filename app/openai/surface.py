@@ -15,9 +15,6 @@ import msgspec
 from app.openai.reading import Reader, read_form, read_json, read_stateless_json
 from app.openai.sse import fields, split_events
 
-RESUME_CONTENT_TYPE = b"application/vnd.hotspare.resume"
-"""Between gateway and worker only; refused from clients."""
-
 
 class _Typed(msgspec.Struct):
     type: str = ""
@@ -38,8 +35,12 @@ class RelayRoute:
     """Data of the event that ends a stream."""
     end_types: tuple[bytes, ...] = ()
     """Or: names of events that do, also accepted as the ``type`` within their data."""
+    resumable: bool = False
+    """Whether workers write notes for it, from which another one can go on."""
     named_errors: bool = False
     """Whether an error event carries ``event: error``."""
+    other_types: tuple[bytes, ...] = ()
+    """How the content types begin, in lower case, that a whole answer may have beside JSON."""
 
     def ends_in(self, events: bytes) -> bool:
         """Whether whole events contain this route's end marker."""
@@ -58,34 +59,50 @@ class RelayRoute:
             return False
 
 
-def _json(*paths: str, name: str) -> tuple[RelayRoute, ...]:
+def _json(*paths: str, name: str, other_types: tuple[bytes, ...] = ()) -> tuple[RelayRoute, ...]:
     """Routes that are answered whole. Some have several paths: with and without the version, or older ones."""
-    return tuple(RelayRoute(path=path, name=name) for path in paths)
+    return tuple(RelayRoute(path=path, name=name, other_types=other_types) for path in paths)
+
+
+def _audio(path: str, *, name: str) -> RelayRoute:
+    return RelayRoute(path=path, name=name, read=read_form, streams=True, end_data=b"[DONE]", other_types=_TRANSCRIPTS)
+
+
+_TRANSCRIPTS = (b"text/plain", b"text/vtt", b"text/srt", b"application/x-subrip", b"audio/")
+"""``response_format`` ``text``, ``vtt`` and ``srt``; there is no one type for the last."""
+_VECTORS = (b"application/octet-stream",)
+"""``encoding_format`` ``bytes`` and ``bytes_only``."""
 
 
 _ALL = (
-    RelayRoute(path="/v1/chat/completions", name="chat", streams=True, end_data=b"[DONE]"),
-    RelayRoute(path="/v1/completions", name="completions", streams=True, end_data=b"[DONE]"),
+    RelayRoute(path="/v1/chat/completions", name="chat", streams=True, resumable=True, end_data=b"[DONE]"),
+    RelayRoute(path="/v1/completions", name="completions", streams=True, resumable=True, end_data=b"[DONE]"),
     RelayRoute(
         path="/v1/responses",
         name="responses",
         read=read_stateless_json,
         streams=True,
+        resumable=True,
         end_types=(b"response.completed", b"response.incomplete", b"response.failed"),
         named_errors=True,
     ),
-    RelayRoute(path="/v1/messages", name="messages", streams=True, end_types=(b"message_stop",), named_errors=True),
+    RelayRoute(
+        path="/v1/messages",
+        name="messages",
+        streams=True,
+        resumable=True,
+        end_types=(b"message_stop",),
+        named_errors=True,
+    ),
     *_json("/v1/messages/count_tokens", name="count_tokens"),
-    *_json("/v1/embeddings", name="embeddings"),
+    *_json("/v1/embeddings", name="embeddings", other_types=_VECTORS),
     *_json("/v1/rerank", "/v2/rerank", "/rerank", name="rerank"),
     *_json("/v1/score", "/score", name="score"),
     *_json("/classify", name="classify"),
-    *_json("/pooling", name="pooling"),
+    *_json("/pooling", name="pooling", other_types=_VECTORS),
     *_json("/tokenize", name="tokenize"),
     *_json("/detokenize", name="detokenize"),
-    RelayRoute(
-        path="/v1/audio/transcriptions", name="transcriptions", read=read_form, streams=True, end_data=b"[DONE]"
-    ),
-    RelayRoute(path="/v1/audio/translations", name="translations", read=read_form, streams=True, end_data=b"[DONE]"),
+    _audio("/v1/audio/transcriptions", name="transcriptions"),
+    _audio("/v1/audio/translations", name="translations"),
 )
 RELAY_ROUTES: Mapping[str, RelayRoute] = MappingProxyType({route.path: route for route in _ALL})

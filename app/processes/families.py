@@ -47,20 +47,14 @@ def merge(processes: Sequence[Iterable[Family]], gauges: Mapping[str, Rule]) -> 
         for family in families:
             found.setdefault(family.name, family)
             merged = values.setdefault(family.name, {})
+            rule: Rule = "sum" if family.kind in _COUNTING else gauges.get(family.name, "max")
             for sample in family.samples:
                 key = sample.name, sample.labels
-                rule = _rule(family, sample, gauges)
                 merged[key] = _join(rule, merged[key], sample.value) if key in merged else sample.value
     return tuple(
         Family(name, family.meaning, family.kind, tuple(Sample(*key, value) for key, value in values[name].items()))
         for name, family in found.items()
     )
-
-
-def _rule(family: Family, sample: Sample, gauges: Mapping[str, Rule]) -> Rule:
-    if family.kind not in _COUNTING:
-        return gauges.get(family.name, "max")
-    return "min" if sample.name.endswith("_created") else "sum"
 
 
 def _join(rule: Rule, one: float, other: float) -> float:

@@ -29,7 +29,9 @@ def bind(host: str, port: int) -> socket.socket:
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except (OSError, UnicodeError) as error:
-        raise StartError(f"cannot resolve the host {host!r} to listen on: {error}") from None
+        raise StartError(
+            f"cannot resolve the host {host!r} to listen on: {error}; name another with --host or HOTSPARE_HOST"
+        ) from None
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -13,8 +13,20 @@ FIRST_DELAY_SECONDS: Final = 0.25
 MAX_DELAY_SECONDS: Final = 10.0
 STARTS_LIMIT: Final = 3
 """So many starts that came to nothing, for each process there should be, while none serves: the supervisor ends."""
+BEAT: Final = b"."
+"""What a process says that serves."""
+DRAINED_WORD: Final = b"d"
+"""What it says when nothing is in flight in it any more."""
+END_WORD: Final = b"e"
+"""What it hears when that is so in all of them."""
 BEAT_SECONDS: Final = 1.0
 """How often a process that serves says so."""
+START_SECONDS: Final = 30.0
+"""One that has said nothing yet may be silent for so long."""
+START_DRAIN_SECONDS: Final = 2.0
+"""In a drain: it has nothing to lose, and leaves by itself in less."""
+OVERRUN_SECONDS: Final = 15.0
+"""A process that is still there so long after its drain's time is killed: it ends by itself within a few seconds."""
 SILENCE_SECONDS: Final = 10.0
 """One that says nothing for so long hangs, and is killed."""
 LATE_SECONDS: Final = 2.0
@@ -23,13 +35,18 @@ LATE_SECONDS: Final = 2.0
 
 @dataclass(slots=True)
 class Hearing:
-    """Of one process that serves: when it was last heard."""
+    """Of one process: when it was last heard, or started."""
 
     heard_at: float
+    serves: bool = False
+    """It has spoken."""
 
     @property
     def due_at(self) -> float:
-        return self.heard_at + SILENCE_SECONDS
+        return self.heard_at + (SILENCE_SECONDS if self.serves else START_SECONDS)
+
+    def heard(self, now: float) -> None:
+        self.heard_at, self.serves = now, True
 
     def hangs(self, now: float, *, woken_late: float) -> bool:
         """Ask after having listened. ``woken_late``: by how much whoever listens was late."""

@@ -5,7 +5,8 @@ the connections with it that it had accepted, and no other. Children are started
 restart gets nothing of what its predecessor broke. The kernel kills them when the supervisor ends, however that
 happens.
 
-Signals, ends of children and their words that they (still) serve are all file descriptors of one selector.
+Signals, ends of children and their words (that they still serve, that they are drained) are all file descriptors of
+one selector.
 """
 
 from __future__ import annotations
@@ -29,13 +30,22 @@ from pathlib import Path
 from typing import Final
 
 from app.exit_codes import DRAINED, OVERRAN
-from app.processes.supervision import Hearing, Restarts, exit_code, hopeless
+from app.processes.kernel import bury_strays
+from app.processes.stop_signals import STOPS, heard, held
+from app.processes.supervision import (
+    DRAINED_WORD,
+    END_WORD,
+    OVERRUN_SECONDS,
+    START_DRAIN_SECONDS,
+    Hearing,
+    Restarts,
+    exit_code,
+    hopeless,
+)
 from app.start_error import StartError
 
 logger = logging.getLogger(__name__)
 
-OVERRUN_SECONDS: Final = 15.0
-"""A child that is still there so long after its drain's time is killed: it ends by itself within a few seconds."""
 _MAX_SOCKET_PATH: Final = 107
 _FOLDER: Final = "hotspare-processes-"
 _OPEN_FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -46,15 +56,15 @@ class _Child:
     index: int
     popen: subprocess.Popen[bytes]
     pidfd: int
-    ready: int
-    """Says that the child listens, again and again, until it ends."""
+    line: int
+    """What it says, until it ends; and a word for it."""
     started_at: float
-    hearing: Hearing | None = None
-    """Once it serves."""
+    hearing: Hearing
+    drained: bool = False
 
     @property
     def serves(self) -> bool:
-        return self.hearing is not None
+        return self.hearing.serves
 
 
 @dataclass(eq=False)
@@ -81,6 +91,9 @@ class Supervisor:
         self._failed_starts = 0
         self._signal: int | None = None
         self._over_at: float | None = None
+        self._starters_over_at: float | None = None
+        """In a drain: when those are killed that never listened."""
+        self._released = False
         self._forced = False
 
     def run(self) -> int:
@@ -103,17 +116,20 @@ class Supervisor:
             logger.error("children did not end in time: killed")
             self._forced = True
             return False
+        if self._starters_over_at is not None and self._starters_over_at <= now:
+            self._kill_starters()
+        self._release_if_drained()
         if all(slot.child is None and slot.due_at is None for slot in self._slots):
             return False
         moments = [moment for slot in self._slots if (moment := slot.due_at) is not None]
         if self._signal is None:
-            moments += [child.hearing.due_at for child in self._children() if child.hearing is not None]
-        if self._over_at is not None:
-            moments.append(self._over_at)
+            moments += [child.hearing.due_at for child in self._children()]
+        moments += [moment for moment in (self._over_at, self._starters_over_at) if moment is not None]
         now = time.monotonic()
         until = max(now, min(moments)) if moments else math.inf
         events = self._selector.select(until - now if moments else None)
         woken_late = time.monotonic() - until
+        bury_strays([child.popen.pid for child in self._children()])
         return all(key.data() for key, _ in events) and self._look_for_silence(woken_late)
 
     # Children
@@ -131,46 +147,72 @@ class Supervisor:
 
     def _spawn(self, index: int) -> _Child:
         with contextlib.ExitStack() as undo:
-            read, write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-            undo.callback(os.close, read)
+            own, other = _line()
+            undo.callback(os.close, own)
             descriptor = self._listener.fileno()
-            place = [descriptor, write, os.getpid(), index, len(self._slots), self._folder]
+            place = [descriptor, other, os.getpid(), index, len(self._slots), self._folder]
             try:
-                popen = subprocess.Popen(
-                    [sys.executable, "-m", "app.processes.child", *map(str, place), *self._arguments],
-                    stdin=subprocess.DEVNULL,
-                    pass_fds=(descriptor, write),
-                    process_group=0,  # Ctrl-C is the supervisor's to pass on: twice would mean "at once"
-                )
+                with held():  # by the child, until it hears them
+                    popen = subprocess.Popen(
+                        [sys.executable, "-m", "app.child", *map(str, place), *self._arguments],
+                        stdin=subprocess.DEVNULL,
+                        pass_fds=(descriptor, other),
+                        process_group=0,  # Ctrl-C is the supervisor's to pass on: twice would mean "at once"
+                    )
             finally:
-                os.close(write)
+                os.close(other)
             undo.callback(popen.wait)
             undo.callback(popen.kill)
-            child = _Child(index, popen, os.pidfd_open(popen.pid), read, time.monotonic())
+            now = time.monotonic()
+            child = _Child(index, popen, os.pidfd_open(popen.pid), own, now, Hearing(now))
             undo.callback(os.close, child.pidfd)
             self._selector.register(child.pidfd, selectors.EVENT_READ, lambda: self._ended(child))
             undo.callback(self._selector.unregister, child.pidfd)
-            self._selector.register(child.ready, selectors.EVENT_READ, lambda: self._spoke(child))
+            self._selector.register(child.line, selectors.EVENT_READ, lambda: self._spoke(child))
             undo.pop_all()
         return child
 
     def _spoke(self, child: _Child) -> bool:
-        if child.ready < 0:
+        if child.line < 0:
             return True  # its end came in the same turn
-        if os.read(child.ready, 64):
+        try:
+            said = os.read(child.line, 64)
+        except ConnectionResetError:
+            said = b""  # it ended without having read our word
+        if said:
             self._failed_starts = 0
-            child.hearing = Hearing(time.monotonic())
+            child.hearing.heard(time.monotonic())
+            child.drained = child.drained or DRAINED_WORD in said
             return True
-        self._selector.unregister(child.ready)
-        os.close(child.ready)
-        child.ready = -1
+        self._selector.unregister(child.line)
+        os.close(child.line)
+        child.line = -1
         return True
+
+    def _release_if_drained(self) -> None:
+        """Children that are drained answer probes until all are, and end together."""
+        children = self._children()
+        if self._signal is None or self._released or not all(child.drained for child in children):
+            return
+        self._released = True
+        for child in children:
+            if child.line >= 0:
+                with contextlib.suppress(OSError):  # it is ending already
+                    os.write(child.line, END_WORD)
+
+    def _kill_starters(self) -> None:
+        """They were started before the drain, and hang or are slow: there is nothing that they could lose."""
+        self._starters_over_at = None
+        for child in self._children():
+            if not child.serves:
+                logger.warning("process %d did not come to listen before the drain: killed", child.index)
+                child.popen.kill()
 
     def _look_for_silence(self, woken_late: float) -> bool:
         """Kill those that hang; their end is seen like any other."""
         now = time.monotonic()
         for child in self._children() if self._signal is None else ():
-            if child.hearing is not None and child.hearing.hangs(now, woken_late=woken_late):
+            if child.hearing.hangs(now, woken_late=woken_late):
                 logger.error("process %d has said nothing for %g s: killed", child.index, now - child.hearing.heard_at)
                 child.popen.kill()
                 child.hearing.heard_at = now
@@ -178,7 +220,7 @@ class Supervisor:
 
     def _ended(self, child: _Child) -> bool:
         """Reap it; whether to go on."""
-        while child.ready >= 0:
+        while child.line >= 0:
             self._spoke(child)
         self._selector.unregister(child.pidfd)
         os.close(child.pidfd)
@@ -186,8 +228,7 @@ class Supervisor:
         slot = self._slots[child.index]
         slot.child = None
         if self._signal is not None:
-            # Our signal came before it listened: it had nothing to lose.
-            self._codes.append(DRAINED if code == -self._signal and not child.serves else code)
+            self._codes.append(DRAINED if code < 0 and not child.serves else code)  # it had nothing to lose
             return True
         lived = time.monotonic() - child.started_at
         how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
@@ -216,8 +257,8 @@ class Supervisor:
             child.popen.kill()
             child.popen.wait()
             os.close(child.pidfd)
-            if child.ready >= 0:
-                os.close(child.ready)
+            if child.line >= 0:
+                os.close(child.line)
 
     # Signals
 
@@ -228,11 +269,12 @@ class Supervisor:
         with receiver, sender:
             receiver.setblocking(False)
             sender.setblocking(False)
-            before = {number: signal.signal(number, _enqueue) for number in (signal.SIGTERM, signal.SIGINT)}
+            before = {number: signal.signal(number, _enqueue) for number in STOPS}
             old = signal.set_wakeup_fd(sender.fileno())
             self._selector.register(receiver, selectors.EVENT_READ, lambda: self._signalled(receiver.recv(64)))
             try:
-                yield
+                with heard():
+                    yield
             finally:
                 signal.set_wakeup_fd(old)
                 for number, handler in before.items():
@@ -248,12 +290,22 @@ class Supervisor:
                 return False
             logger.info("%s: passed on to %d processes", name, len(self._children()))
             self._signal = number
-            self._over_at = time.monotonic() + self._drain_seconds + OVERRUN_SECONDS
+            now = time.monotonic()
+            self._over_at = now + self._drain_seconds + OVERRUN_SECONDS
+            self._starters_over_at = now + START_DRAIN_SECONDS
             for slot in self._slots:
                 slot.due_at = None
             for child in self._children():
                 child.popen.send_signal(number)
         return True
+
+
+def _line() -> tuple[int, int]:
+    """Both ends of a line to a child, which nobody waits at."""
+    own, other = socket.socketpair()
+    own.setblocking(False)
+    other.setblocking(False)
+    return own.detach(), other.detach()
 
 
 def _enqueue(number: int, frame: object) -> None:

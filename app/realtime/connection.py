@@ -17,7 +17,7 @@ from typing import Final
 
 from app.clients.asgi import Receive, Send
 from app.each import each
-from app.intake import Arrival
+from app.intake.arrival import Arrival
 from app.lifecycle import LifecycleMachine
 from app.openai.chat_stream import decode_chunk
 from app.openai.errors import Header, draining, too_many_sessions
@@ -46,6 +46,8 @@ class ResponseStream:
         self._arrival: Arrival | None = None
         self._status = 0
         self._events = False
+        self._given_up = False
+        """Of this answer nothing more is taken."""
         self._body: list[bytes] = []
 
     def start(self, arrival: Arrival, body: bytes) -> None:
@@ -68,6 +70,9 @@ class ResponseStream:
 
     # A Downstream
 
+    def client(self) -> str:
+        return self._connection.client
+
     def observe(self, observer: DownstreamObserver | None) -> None:
         self._observer = observer
         if observer is not None and self._connection.paused:
@@ -83,17 +88,21 @@ class ResponseStream:
             self._body.append(data)
             return
         for event in split_events(data):
-            _, text = fields(event)
-            if text and text != b"[DONE]":
-                self._report(text)
+            name, text = fields(event)
+            is_error = name == b"error"
+            if self._given_up or text == b"[DONE]" or not (text or is_error):
+                continue
+            if not self._report(text, is_error=is_error):
+                self._given_up = True
+                self._fail("bad_answer", "The worker sent an event that cannot be read.")
+                self._connection.act((StopResponse(self._id),))
 
     def end(self) -> None:
         if self._events:
             self._connection.act(self._connection.session.ended(self._id))
             return
-        body = b"".join(self._body)
-        if not self._report(body) or self._status < 400:
-            self._fail("bad_answer", f"The worker answered {self._status} with what is not a stream.")
+        if not self._report(b"".join(self._body), is_error=True):
+            self._fail("bad_answer", f"The worker answered {self._status} with an error that cannot be read.")
 
     def abort(self) -> None:
         self._fail("worker_lost", "The answer broke off.")
@@ -101,9 +110,10 @@ class ResponseStream:
     def settle(self, then: Callable[[], None]) -> None:
         self._connection.settle(self._id, then)
 
-    def _report(self, data: bytes) -> bool:
+    def _report(self, data: bytes, *, is_error: bool) -> bool:
+        """Whether it could be read. ``is_error``: it says that it is one."""
         chunk = decode_chunk(data)
-        if chunk is None:
+        if chunk is None or (is_error and chunk.error is None):
             return False
         self._connection.act(self._connection.session.chunk(self._id, chunk))
         return True
@@ -113,12 +123,20 @@ class ResponseStream:
 
 
 class RealtimeConnection:
-    """One session and its WebSocket, which is accepted already. ``write_timeout``: seconds."""
+    """One session and its WebSocket, which is accepted already. ``client``: its address. ``write_timeout``: seconds."""
 
     def __init__(
-        self, session: RealtimeSession, receive: Receive, send: Send, begin: Begin, *, write_timeout: float
+        self,
+        session: RealtimeSession,
+        receive: Receive,
+        send: Send,
+        begin: Begin,
+        *,
+        client: str,
+        write_timeout: float,
     ) -> None:
         self.session = session
+        self.client = client
         self.paused = False
         self.responses = 0
         self.close_code = 0

@@ -75,7 +75,7 @@ class RealtimeResponse:
         """Events for one event of the completion."""
         if chunk.usage is not None:
             self._usage = chunk.usage
-        if chunk.choices:
+        if isinstance(chunk.choices, list) and chunk.choices:
             choice = chunk.choices[0]
             if choice.delta is not None:
                 if choice.delta.content:

@@ -118,7 +118,7 @@ class RealtimeSession:
             kind, event_id = decode_head(frame)
             return self._handle(decode_event(kind, frame))
         except RealtimeProblem as problem:
-            return [self._refuse(problem, event_id)]
+            return [self._refuse(problem, event_id or problem.event_id)]
 
     def chunk(self, response_id: str, chunk: ChatChunk) -> list[Action]:
         """An event of a response's completion."""

@@ -9,20 +9,33 @@ from __future__ import annotations
 
 import time
 
-from app.openai.errors import GatewayError, Header, bad_answer, from_worker, has_envelope
+from app.openai.errors import GatewayError, Header, bad_answer
 from app.openai.sse import KEEPALIVE, error_event
+from app.openai.worker_answers import from_worker, has_envelope
 from app.relay.downstream import Downstream, send_error
 from app.relay.headers import PROCESSING_MS, downstream_headers, stream_headers
+from app.relay.kept import Kept
 from app.relay.relayed import RelayRequest, Report
 
 
 class Delivery:
     """An attempt's ``Answer``."""
 
-    __slots__ = ("_began", "_delivered", "_downstream", "_event_stream", "_head_sent", "_report", "_request", "sent_at")
+    __slots__ = (
+        "_began",
+        "_delivered",
+        "_downstream",
+        "_event_stream",
+        "_head_sent",
+        "_kept",
+        "_report",
+        "_request",
+        "sent_at",
+    )
 
-    def __init__(self, request: RelayRequest, downstream: Downstream, report: Report) -> None:
+    def __init__(self, request: RelayRequest, kept: Kept, downstream: Downstream, report: Report) -> None:
         self._request = request
+        self._kept = kept
         self._downstream = downstream
         self._report = report
         self._head_sent = False
@@ -44,6 +57,7 @@ class Delivery:
     def events(self, status: int, headers: list[Header], events: bytes) -> None:
         if not self._delivered:
             self._begin_delivery()
+            self._kept.begun()
             self._report.streamed = True
             if not self._head_sent:
                 self._send_stream_head(headers)
@@ -77,12 +91,16 @@ class Delivery:
     def part(self, status: int, headers: list[Header], data: bytes, done: bool) -> None:
         if not self._delivered:
             self._begin_delivery()
+            self._kept.done()
             if not self._head_sent:
                 self._send_head(status, downstream_headers(headers, request_id=self._request.request_id))
         self.sent_at = time.monotonic()
         if data:
             self._report.bytes += len(data)
             self._downstream.send_bytes(data)
+
+    def noted(self) -> None:
+        """Nobody is told of it."""
 
     def _begin_delivery(self) -> None:
         self._delivered = True

@@ -32,6 +32,10 @@ class DownstreamObserver(Protocol):
 class Downstream(Protocol):
     """Where an answer goes."""
 
+    def client(self) -> str:
+        """The client's address, as this process sees it: that of a proxy, if there is one. Empty if it has none."""
+        ...
+
     def observe(self, observer: DownstreamObserver | None) -> None:
         """Who is told about the client. Told at once if the client has left already."""
         ...

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
+from app.http_headers import find
 from app.openai.errors import Header
 from workers.contract import HEADER_PREFIX, HEADER_REQUEST_ID, HEADER_STREAM
 
@@ -47,14 +48,6 @@ _NOTES_WANTED = b"%b: 1\r\n" % HEADER_STREAM.encode()
 _SAFE_ID = re.compile(rb"[A-Za-z0-9._:+/=-]{1,128}")
 
 
-def find(headers: Iterable[Header], name: bytes) -> bytes | None:
-    """The first value of a header; names are expected in lower case."""
-    for key, value in headers:
-        if key == name:
-            return value
-    return None
-
-
 def client_request_id(headers: Iterable[Header]) -> bytes | None:
     """The client's ``x-request-id`` if it is fit for a header and a log line: short, and of harmless characters."""
     given = find(headers, REQUEST_ID)
@@ -79,15 +72,25 @@ def _end_to_end(headers: Iterable[Header], withheld: frozenset[bytes]) -> list[H
 
 
 def upstream_headers(
-    headers: Sequence[Header], *, length: int, client_id: bytes, gateway_id: bytes, streaming: bool
+    headers: Sequence[Header],
+    *,
+    length: int,
+    client_id: bytes,
+    gateway_id: bytes,
+    notes: bool,
+    content_type: bytes | None = None,
 ) -> bytes:
-    """Header lines of a request to a worker, without ``host`` and without the empty line."""
+    """Header lines of a request to a worker, without ``host`` and without the empty line. ``notes``: ask for token
+    notes; ``content_type``: in the place of the client's."""
     lines = [b"%b: %b\r\n" % item for item in _end_to_end(headers, _NOT_UPSTREAM)]
+    if content_type is not None:
+        lines = [line for line in lines if not line.startswith(b"content-type:")]
+        lines.append(b"content-type: %b\r\n" % content_type)
     lines.append(
         b"accept-encoding: identity\r\ncontent-length: %d\r\nx-request-id: %b\r\n%b: %b\r\n"
         % (length, client_id, _OURS, gateway_id)
     )
-    if streaming:
+    if notes:
         lines.append(_NOTES_WANTED)
     return b"".join(lines)
 

@@ -16,12 +16,21 @@ class RelayRequest(NamedTuple):
     target: bytes
     """Path and query as the client wrote them."""
     headers: list[Header]
-    body: bytes
     model: str
     """Empty if the request names none."""
     streaming: bool
     request_id: bytes
     gateway_id: bytes
+
+
+class Try(NamedTuple):
+    """One attempt at a worker that broke, or would not go on. Times are those of ``time.monotonic()``."""
+
+    worker: str
+    epoch: int
+    began_at: float
+    ended_at: float
+    ending: str
 
 
 @dataclass(slots=True)
@@ -37,6 +46,15 @@ class Report:
     """The promotion of the worker that answered last."""
     attempts: int = 0
     retries: int = 0
+    """Times that it was sent, to be started from the beginning again, because a worker broke."""
+    resumes: int = 0
+    """Times that a worker was asked to go on with its answer."""
+    tries: tuple[Try, ...] = ()
+    """Those that broke, before the last one."""
+    lost: str = ""
+    """Why it ended with an error, if a worker broke under it; what follows a colon is said in more detail."""
+    repeated: bool = False
+    """It was refused without being tried: the same request has killed workers."""
     streamed: bool = False
     """Whether the answer is an event stream of the worker's."""
     waited: float = 0.0
@@ -48,6 +66,8 @@ class Report:
     bytes: int = 0
     """Of the answer's body, as handed to the client's side."""
     disconnected: bool = False
+    client: str = ""
+    """The client's address, where the request was refused for its key: whoever guesses must be found."""
 
     @property
     def event_seconds(self) -> float | None:

@@ -1,8 +1,10 @@
 """One request's search for a worker: who may take it now, who was tried, and how long it has been looking.
 
 What concerns all requests, a replica's state and its room, is kept where they share it; here is what this request alone
-has seen: replicas that broke under it, could not be reached, or turned it away. What it finds is a *place* at a
-replica, which it holds until that try is over. Nothing here sends: the relay asks, tries, and tells what became of it.
+has seen: replicas that broke under it, could not be reached, or turned it away. One whose worker broke, and had a
+spare, waits a moment for that one, where its KV cache may be, before it goes to another worker. What a search finds is
+a *place* at a replica, which it holds until that try is over. Nothing here sends: the relay asks, tries, and tells what
+became of it.
 """
 
 from __future__ import annotations
@@ -14,17 +16,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from app.fleet.liveness import ReplicaKey, clears_suspicion
-from app.fleet.registry import Replica, WorkerRegistry
+from app.fleet.registry import WorkerRegistry
+from app.fleet.replica import Replica
 from app.fleet.routing import RoundRobinRouter
 from app.openai.errors import GatewayError, model_not_found, model_required, no_worker, workers_full
+from app.relay.deadlines import DECIDING_SECONDS
+from app.relay.poison import Suspects
 from app.relay.waiting import Waiter, WaitQueue
+from workers.contract import Role
+
+RETURNING = 1 << 48
+"""Puts requests that come back before all others in line, and leaves them in order among themselves."""
 
 REST_SECONDS = 0.05
 """How long a replica that could not be reached is left alone by the request, at first; and at most."""
 REST_LIMIT_SECONDS = 0.25
-
-DECIDING_SECONDS = 1.0
-"""So long a worker may take to refuse; what it takes longer counts as being queued there, and is no search."""
 
 BACK_SECONDS = 1.0
 BACK_SPREAD_SECONDS = 2.0
@@ -38,19 +44,25 @@ class Search:
     __slots__ = (
         "_broken",
         "_held",
+        "_home",
+        "_home_seconds",
+        "_home_until",
         "_in_line",
         "_in_line_since",
         "_limit",
         "_model",
         "_new",
-        "_order",
+        "_over",
         "_queue",
         "_registry",
         "_rest_seconds",
         "_resting",
+        "_returning",
         "_router",
         "_stale",
+        "_suspects",
         "_turned_away",
+        "order",
         "since",
         "waited",
     )
@@ -64,27 +76,40 @@ class Search:
         *,
         order: int,
         limit: float,
+        home: float = 0.0,
     ) -> None:
-        """``order``: the request's age among all; ``limit``: how long it may look."""
+        """``order``: the request's age among all, above 0; ``limit``: how long it may look; ``home``: how long, of
+        that, only for the spare of the worker that broke under it."""
         self._registry = registry
         self._router = router
         self._queue = queue
         self._model = model
-        self._order = order
+        self.order = order
         self._limit = limit
+        self._home_seconds = home
+        self._home: Replica | None = None
+        """The one that broke and whose spare is waited for, until then."""
+        self._home_until = 0.0
         self.since = 0.0
         self.waited = 0.0
+        self._returning = False
+        """Its worker broke under it: it comes before all others."""
         self._new = True
         """Nobody has let it in yet: neither a worker nor the line."""
         self._held: Replica | None = None
         """Where it has a place."""
+        self._suspects: Suspects | None = None
+        """It is a suspect, and goes where there is no other one."""
+        self._over = False
+        """The request has ended: it takes no place any more, and stands in no line."""
         self._in_line: Waiter | None = None
         self._in_line_since = 0.0
         self._broken: dict[ReplicaKey, float] = {}
         """Replicas that broke under this request, and when they did so last."""
-        self._stale: set[ReplicaKey] = set()
-        """Replicas that closed an idle connection under this request: it gets new ones there from now on, and on those
-        an end is a break. Otherwise a request that kills its worker at once would cost nothing per idle connection."""
+        self._stale = False
+        """A replica closed an idle connection under this request. It gets new ones from now on, as one does whose
+        worker broke, and on those an end is a break. Otherwise a request that kills its worker at once would cost
+        nothing per idle connection."""
         self._resting: dict[ReplicaKey, float] = {}
         """Replicas that could not be reached just now, and until when they are left alone."""
         self._turned_away: set[ReplicaKey] = set()
@@ -93,8 +118,14 @@ class Search:
 
     @property
     def until(self) -> float:
-        """When the search that goes on ends in vain."""
-        return self.since + self._limit
+        """When the search that goes on ends in vain. A suspect's time counts from the last time that one moved."""
+        suspects = self._suspects
+        return (self.since if suspects is None else max(self.since, suspects.moved_at)) + self._limit
+
+    @property
+    def alone(self) -> bool:
+        """Whether it is at a worker as the only suspect there."""
+        return self._suspects is not None and self._held is not None
 
     # Who is next
 
@@ -111,6 +142,8 @@ class Search:
         self.since = self.since or now
         if self._queue.waiting:
             self._queue.hand_out()  # those first whose time has just come
+            if self._new and self._queue.holds_up(self._model, now):
+                return None
         if not self._model and self._registry.mixed:
             raise model_required(sorted(self._registry.known_models()))
         found = self._take(now)
@@ -120,8 +153,12 @@ class Search:
 
     def _take(self, now: float) -> Replica | None:
         """Take a place, if there is one for this request."""
+        if self._over:
+            return None
         candidates = self._registry.candidates(self._model)
-        if self._broken or self._resting:
+        if self._home is not None:
+            candidates = self._at_home(self._home, candidates, now)
+        if self._broken or self._resting or self._returning or self._suspects is not None:
             found = self._router.select(candidates, lambda r: self._prefers(r, now), group=self._model)
             if found is None and self._broken:
                 found = self._router.select(candidates, lambda r: self._accepts(r, now), group=self._model)
@@ -129,10 +166,23 @@ class Search:
             found = self._router.select(candidates, lambda r: r.room.open(now), group=self._model)
         if found is not None:
             found.room.take(now)
+            if self._returning:
+                found.resumes.take(now)
             self._queue.load(self._model).served.began(now)
             self._held = found
             self._new = False
+            if self._suspects is not None:
+                self._suspects.enter(found.key, self.order)
         return found
+
+    def _at_home(self, broken: Replica, candidates: tuple[Replica, ...], now: float) -> tuple[Replica, ...]:
+        """Of the candidates the spare that has taken over; all of them once it is not waited for any more: since it
+        took too long, or the one that broke is there after all."""
+        lives = broken.connected and clears_suspicion(self._broken.get(broken.key, now), broken.line_at)
+        if lives or now >= self._home_until:
+            self._home = None
+            return candidates
+        return tuple(one for one in candidates if one.key[:2] == broken.key[:2] and one.key != broken.key)
 
     def _takes(self, now: float) -> bool:
         """The same, for the line."""
@@ -148,7 +198,14 @@ class Search:
         One that broke under this request may be tried again once its watch has spoken later than the break: it lived
         on, and only a connection, or the network, had failed. Attempts stay limited.
         """
-        if not replica.room.open(now) or self._resting.get(replica.key, 0.0) > now:
+        if self._returning:
+            if not (replica.resumes.open(now) and replica.room.open_to_returning(now)):
+                return False
+        elif not replica.room.open(now):
+            return False
+        if self._resting.get(replica.key, 0.0) > now:
+            return False
+        if self._suspects is not None and not self._suspects.admits(replica.key):
             return False
         broke_at = self._broken.get(replica.key)
         return broke_at is None or clears_suspicion(broke_at, replica.line_at)
@@ -159,9 +216,9 @@ class Search:
         others = self._registry.candidates(self._model)
         return any(other.key != replica.key and self._prefers(other, now) for other in others)
 
-    def may_reuse(self, replica: Replica) -> bool:
-        """Whether an idle connection will do there."""
-        return replica.key not in self._stale
+    def may_reuse(self) -> bool:
+        """Whether an idle connection will do."""
+        return not (self._stale or self._broken)
 
     # What became of a try: each gives the place back
 
@@ -179,9 +236,9 @@ class Search:
         self._turned_away.add(replica.key)
         self._give_back(refused=True)
 
-    def stale(self, replica: Replica) -> None:
+    def stale(self) -> None:
         """An idle connection was being closed there."""
-        self._stale.add(replica.key)
+        self._stale = True
         self._give_back()
 
     def tried(self, seconds: float) -> None:
@@ -189,12 +246,38 @@ class Search:
         if seconds > DECIDING_SECONDS:  # queued there, until the engine died
             self.since += seconds
 
-    def broke(self, replica: Replica) -> None:
+    def broke(self, replica: Replica, now: float) -> None:
         """It broke under the request: others first from now on."""
-        self._broken[replica.key] = time.monotonic()
+        self._broken[replica.key] = now
         self._turned_away.discard(replica.key)
+        if self._home_seconds and replica.line.standby is Role.STANDBY:
+            self._home, self._home_until = replica, now + self._home_seconds
         self.since = 0.0
         self._give_back()
+
+    def unresumed(self) -> None:
+        """It would not go on with the answer that another one had begun."""
+        self._home = None
+        self.since = 0.0
+        self._give_back()
+
+    def come_back(self, *, limit: float, last: bool) -> None:
+        """The request is to be started once more, and may look for so many seconds. It comes before all that have not
+        been interrupted; ``last``: when it is its turn by its age."""
+        self._returning = not last
+        self._limit = limit
+
+    def suspected(self, suspects: Suspects) -> None:
+        """From the next try on it goes where there is no other suspect, and for that it waits as long as it takes."""
+        self._suspects = suspects
+
+    def cleared(self) -> None:
+        """It is no suspect any more; it may be at a worker. Idempotent."""
+        suspects, self._suspects = self._suspects, None
+        if suspects is not None and self._held is not None:
+            suspects.leave(self._held.key, self.order, time.monotonic())
+            if self._queue.waiting:
+                self._queue.hand_out()
 
     def took(self, replica: Replica) -> None:
         """It answered, to the end."""
@@ -204,6 +287,7 @@ class Search:
 
     def end(self) -> None:
         """The request is over, whatever happened. Idempotent."""
+        self._over = True
         self._leave()
         self._give_back()
 
@@ -212,6 +296,8 @@ class Search:
         if replica is None:
             return
         now = time.monotonic()
+        if self._suspects is not None:
+            self._suspects.leave(replica.key, self.order, now)
         if refused:
             replica.room.refused(now)
         else:
@@ -229,13 +315,21 @@ class Search:
         Raises:
             GatewayError: it has looked for long enough: 503 ``no_worker`` or 429 ``overloaded``; or 429 at once, if the
                 line is full.
+            asyncio.CancelledError: the request has ended.
         """
+        if self._over:
+            raise asyncio.CancelledError
         now = time.monotonic()
+        if self._behind_suspects():
+            self.since = now
         due = min([self.until, *(until for until in self._resting.values() if until > now)])
+        if self._home is not None:
+            due = min(due, max(now, self._home_until))
         if self.until <= now:
             raise self._in_vain()
         loop = asyncio.get_running_loop()
-        waiter = Waiter(self._order, self._model, self._takes, loop.create_future())
+        order = self.order - RETURNING if self._returning else self.order
+        waiter = Waiter(order, self._model, self._takes, loop.create_future(), self._returning)
         self._queue.enter(waiter, new=self._new)
         self._new = False
         self._in_line, self._in_line_since = waiter, now
@@ -251,6 +345,13 @@ class Search:
         if waiter is not None:
             self._queue.leave(waiter)
             self.waited += time.monotonic() - self._in_line_since
+
+    def _behind_suspects(self) -> bool:
+        """Whether a suspect is where this one could go: that takes as long as it takes, and no worker is missing."""
+        suspects = self._suspects
+        if suspects is None:
+            return False
+        return any(not suspects.admits(replica.key) for replica in self._registry.candidates(self._model))
 
     def _in_vain(self) -> GatewayError:
         """Why nobody took the request: full, if that is so of all workers that it could still go to."""

@@ -1,9 +1,11 @@
-"""Requests that wait for a worker: oldest first, each model with a line of its own.
+"""Requests that wait for a worker: each model has a line of its own, in it those first whose worker broke under them,
+the oldest first, and then the others, oldest first.
 
 Whenever something changes that could make room (an own request ended, a watch line came, a worker came up, a pause is
 over), places are handed out in that same turn of the loop. A line whose model has no room anywhere is left out at one
 look, however long it is, and a request that cannot use what is free (a worker that just broke under it) stands in
-nobody's way. What a waiting request keeps is its body.
+nobody's way. Only how many interrupted requests a worker is sent in a second holds up all that is behind them: else new
+ones would take the places that those are kept from. What a waiting request keeps is its body.
 """
 
 from __future__ import annotations
@@ -23,12 +25,15 @@ from app.relay.service_rate import Appointments, ServiceRate
 
 @dataclass(frozen=True, slots=True, eq=False, order=False)
 class Waiter:
-    """``order`` is the request's age among all. ``take`` takes a place at a worker if there is one for it."""
+    """``order``: who is next, the lowest first: the request's age among all, and below all of those for one whose
+    worker broke. ``take`` takes a place at a worker if there is one for it."""
 
     order: int
     model: str
     take: Callable[[float], bool]
     future: asyncio.Future[None]
+    returning: bool = False
+    """Its worker broke under it."""
 
 
 @dataclass(slots=True)
@@ -122,12 +127,27 @@ class WaitQueue:
                 heapq.heappop(heads)
         self._set_timer(now)
 
+    def holds_up(self, model: str, now: float) -> bool:
+        """Whether somebody in this line has to wait for the pace of interrupted requests, and all behind with him."""
+        line = self._lines.get(model)
+        return line is not None and line[0].returning and self._paced(model, now)
+
+    def _paced(self, model: str, now: float) -> bool:
+        candidates = self._registry.candidates(model)
+        return bool(candidates) and not any(replica.resumes.open(now) for replica in candidates)
+
     def _settle(self, waiter: Waiter, now: float) -> bool:
         """Wake this one if it got a place, or waits for nothing. Whether looking further along its line makes sense."""
         if waiter.future.done():
             return True  # it is about to leave
         candidates = self._registry.candidates(waiter.model)
-        if any(replica.room.open(now) for replica in candidates):
+        if waiter.returning:
+            if any(replica.room.open_to_returning(now) for replica in candidates):
+                if waiter.take(now):
+                    waiter.future.set_result(None)
+                    return True
+                return not self._paced(waiter.model, now)
+        elif any(replica.room.open(now) for replica in candidates):
             if waiter.take(now):
                 waiter.future.set_result(None)
             return True
@@ -141,7 +161,10 @@ class WaitQueue:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        due = [at for replica in self._registry.candidates("") if (at := replica.room.opens_at(now)) is not None]
+        replicas = self._registry.candidates("")
+        due = [at for replica in replicas if (at := replica.room.opens_at(now)) is not None]
+        if any(line[0].returning for line in self._lines.values()):
+            due += [at for replica in replicas if (at := replica.resumes.opens_at(now)) > now]
         if due:
             # Timers have whole milliseconds.
             self._timer = asyncio.get_running_loop().call_later(max(0.001, min(due) + 0.001 - now), self._due)

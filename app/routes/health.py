@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import time
-from typing import Final
 
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 
 from app.discovery.follower import Discovery
 from app.drain import DrainProgress, DrainStage
+from app.fleet.outages import nobody_for_too_long
 from app.fleet.registry import WorkerRegistry
 from app.lifecycle import Lifecycle, LifecycleMachine
-
-NOBODY_SECONDS: Final = 60.0
-"""So long there may be no routable worker, where ``/health`` depends on one."""
 
 
 def health_router(
@@ -41,7 +38,7 @@ def health_router(
         if discovery.problem is not None:
             document["discovery"] = discovery.problem
         since = registry.nobody_since
-        if ready and needs_worker and since is not None and now - since >= NOBODY_SECONDS:
+        if ready and needs_worker and since is not None and nobody_for_too_long(since, now=now):
             ready = False
             document["status"] = "no_worker"
             document["problem"] = (

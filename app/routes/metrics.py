@@ -16,10 +16,12 @@ from app.fleet.registry import WorkerRegistry
 from app.lifecycle import LifecycleMachine
 from app.processes.siblings import Siblings
 from app.realtime.connection import RealtimeSessions
+from app.relay.relay import Relay
 from app.relay.waiting import WaitQueue
 from app.security.tls import ServerTls
+from app.telemetry.exposition import CONTENT_TYPE
 from app.telemetry.log_sink import LogSink
-from app.telemetry.metrics import CONTENT_TYPE, GatewayMetrics, merged_text
+from app.telemetry.metrics import GatewayMetrics, merged_text
 
 
 def look_at(
@@ -33,6 +35,7 @@ def look_at(
     sessions: RealtimeSessions,
     tls: ServerTls | None,
     queue: WaitQueue,
+    relay: Relay,
 ) -> Callable[[], None]:
     """What brings the metrics up to date, just before they are read."""
 
@@ -42,6 +45,7 @@ def look_at(
             lifecycle=lifecycle.state,
             inflight=admission.inflight,
             queued=queue.waiting,
+            kept_bytes=relay.kept_bytes,
             drain_stage=drain.stage,
             drain_remaining=drain.remaining(time.monotonic()),
             log_lines_dropped=0 if sink is None else sink.dropped,

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from fastapi import APIRouter
 
 from app.clients.asgi import AsgiDownstream, Receive, Scope, Send
 from app.fleet.registry import WorkerRegistry
-from app.intake import Arrival, Intake
+from app.intake.arrival import Arrival, Intake
 from app.openai.errors import GatewayError, body_too_large, model_not_found, not_found
 from app.openai.surface import RelayRoute
 from app.relay.downstream import ClientGone
@@ -81,20 +79,21 @@ def models_router(registry: WorkerRegistry, *, created: int) -> APIRouter:
     """``GET /v1/models``: what can be reached now. ``created`` is Unix seconds."""
     router = APIRouter()
 
-    def describe(model: str) -> dict[str, object]:
-        return {"id": model, "object": "model", "created": created, "owned_by": "hotspare"}
+    def describe(model: str, length: int) -> dict[str, object]:
+        found: dict[str, object] = {"id": model, "object": "model", "created": created, "owned_by": "hotspare"}
+        return found | {"max_model_len": length} if length else found  # as vLLM says it
 
     @router.get("/v1/models")
     async def list_models() -> dict[str, object]:
-        models: Sequence[str] = registry.reachable_models()
-        return {"object": "list", "data": [describe(model) for model in models]}
+        return {"object": "list", "data": [describe(*item) for item in registry.reachable_models().items()]}
 
     @router.get("/v1/models/{model:path}")
     async def get_model(model: str) -> dict[str, object]:
         if not model:
             raise not_found("/v1/models/", because="There is no route '/v1/models/' here; did you mean /v1/models?")
-        if model not in registry.reachable_models():
+        length = registry.reachable_models().get(model)
+        if length is None:
             raise model_not_found(model)
-        return describe(model)
+        return describe(model, length)
 
     return router

@@ -9,14 +9,19 @@ import logging
 import secrets
 import time
 from dataclasses import dataclass
+from functools import partial
+from http import HTTPStatus
 from typing import Final
 from urllib.parse import parse_qs, urlsplit
 
 from fastapi import APIRouter
 
-from app.clients.asgi import Receive, Scope, Send
+from app.clients.asgi import Receive, Scope, Send, client_of
 from app.fleet.registry import WorkerRegistry
-from app.intake import Arrival, Intake, RequestIds, account
+from app.http_headers import find
+from app.intake.arrival import Arrival, Intake
+from app.intake.request_ids import RequestIds
+from app.log_fields import fields
 from app.openai.errors import (
     GatewayError,
     Header,
@@ -30,15 +35,14 @@ from app.openai.errors import (
 from app.openai.surface import RelayRoute
 from app.realtime.connection import RealtimeConnection, RealtimeSessions, ResponseStream
 from app.realtime.session import RealtimeLimits, RealtimeSession, StartResponse
-from app.relay.headers import REQUEST_ID, client_request_id, find
+from app.relay.headers import REQUEST_ID, client_request_id
 from app.relay.relayed import Report
 from app.security.credentials import ApiKeys, shown_keys, subprotocol_keys
-from app.telemetry.logs import fields
 
 logger = logging.getLogger(__name__)
 
 REALTIME_PATH: Final = "/v1/realtime"
-_ROUTE: Final = RelayRoute(path=REALTIME_PATH, name="realtime", streams=True, end_data=b"[DONE]")
+_ROUTE: Final = RelayRoute(path=REALTIME_PATH, name="realtime", streams=True, resumable=True, end_data=b"[DONE]")
 _TARGET: Final = b"/v1/chat/completions"
 _SUBPROTOCOL: Final = "realtime"
 _BETA_SUBPROTOCOL: Final = "openai-beta.realtime-v1"
@@ -62,7 +66,7 @@ def read_handshake(scope: Scope, keys: ApiKeys | None) -> Handshake:
     GatewayError: 400, 401, 403 or 404.
     """
     headers: list[Header] = scope["headers"]
-    key = _check_key(headers, keys)
+    key = _check_key(scope, keys)
     path = scope["path"] if scope.get("raw_path") is None else scope["raw_path"].decode("latin-1")
     if path != REALTIME_PATH:
         raise not_found(path)
@@ -77,11 +81,12 @@ def read_handshake(scope: Scope, keys: ApiKeys | None) -> Handshake:
     return Handshake(models[0], _SUBPROTOCOL if _SUBPROTOCOL in offered else None, key)
 
 
-def _check_key(headers: list[Header], keys: ApiKeys | None) -> bytes:
+def _check_key(scope: Scope, keys: ApiKeys | None) -> bytes:
+    headers: list[Header] = scope["headers"]
     if keys is None:
         _check_origin(headers)
         return b""
-    keys.check_websocket(headers)
+    keys.check_websocket(headers, partial(client_of, scope))
     return next(key for key in (*shown_keys(headers), *subprotocol_keys(headers)) if keys.knows(key))
 
 
@@ -141,17 +146,18 @@ class RealtimeEndpoint:
                         "headers": [(REQUEST_ID, request_id)],
                     }
                 )
-                await self._serve(handshake, scope["headers"], request_id, receive, send)
+                await self._serve(handshake, scope, request_id, receive, send)
         except GatewayError as error:
-            account(self._intake, _ROUTE, request_id, Report(status=error.status, error=error), started)
+            report = Report(status=error.status, error=error, bytes=len(error.body) if _answers(scope) else 0)
+            if error.status == HTTPStatus.UNAUTHORIZED:
+                report.client = client_of(scope)
+            self._intake.accounts.close(_ROUTE, request_id, report, started)
             await _deny(scope, send, error, request_id)
 
-    async def _serve(
-        self, handshake: Handshake, headers: list[Header], request_id: bytes, receive: Receive, send: Send
-    ) -> None:
+    async def _serve(self, handshake: Handshake, scope: Scope, request_id: bytes, receive: Receive, send: Send) -> None:
         model = handshake.model
         session = RealtimeSession(model, secrets.token_hex(8), self._limits)
-        lasting = [item for item in headers if item[0] in _TRACE]
+        lasting = [item for item in scope["headers"] if item[0] in _TRACE]
         if handshake.key:  # each response shows it again: a key that is withdrawn lets no further one in
             lasting.append((b"authorization", b"Bearer " + handshake.key))
 
@@ -165,7 +171,9 @@ class RealtimeEndpoint:
             ]
             return Arrival(self._intake, _ROUTE, stream, target=_TARGET, headers=headers)
 
-        connection = RealtimeConnection(session, receive, send, begin, write_timeout=self._write_timeout)
+        connection = RealtimeConnection(
+            session, receive, send, begin, client=client_of(scope), write_timeout=self._write_timeout
+        )
         started = time.monotonic()
         try:
             await self._sessions.run(connection)
@@ -183,9 +191,14 @@ class RealtimeEndpoint:
             )
 
 
+def _answers(scope: Scope) -> bool:
+    """Whether the server can answer a handshake with more than 403."""
+    return "websocket.http.response" in (scope.get("extensions") or {})
+
+
 async def _deny(scope: Scope, send: Send, error: GatewayError, request_id: bytes) -> None:
     """An HTTP answer to the handshake; a server that cannot give one says 403."""
-    if "websocket.http.response" not in (scope.get("extensions") or {}):
+    if not _answers(scope):
         await send({"type": "websocket.close", "code": 1008, "reason": error.code})
         return
     body = error.body

@@ -12,14 +12,16 @@ from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 
 from app.admission import AdmissionController
-from app.fleet.registry import WorkerEntry, WorkerRegistry
+from app.fleet.registry import WorkerRegistry
+from app.fleet.replica import WorkerEntry
 from app.lifecycle import LifecycleMachine
 from app.processes.siblings import Siblings
 from app.relay.waiting import WaitQueue
 
 
 def describe_worker(entry: WorkerEntry, registry: WorkerRegistry, now: float) -> dict[str, object]:
-    """One address. Of a worker that is down, what it said last; ``monotonic`` is CLOCK_MONOTONIC seconds."""
+    """One address. Of a worker that is down, what it said last; ``monotonic`` is CLOCK_MONOTONIC seconds, ``unix``
+    the wall clock's."""
     current = entry.current
     last = current or entry.last
     line = None if last is None else last.line
@@ -40,7 +42,8 @@ def describe_worker(entry: WorkerEntry, registry: WorkerRegistry, now: float) ->
         "steps": line.steps if line else 0,
         "kv_usage": line.kv_usage if line else 0.0,
         "history": [
-            {"state": item.state.value, "epoch": item.epoch, "monotonic": item.monotonic} for item in entry.history
+            {"state": item.state.value, "epoch": item.epoch, "monotonic": item.monotonic, "unix": round(item.unix, 3)}
+            for item in entry.history
         ],
     }
 

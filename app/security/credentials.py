@@ -61,8 +61,11 @@ class ApiKeys:
 
     __slots__ = ("_digests", "_on_unknown", "_salt")
 
-    def __init__(self, keys: Iterable[str], *, salt: bytes, on_unknown: Callable[[], None] = lambda: None) -> None:
-        """``salt``: 32 random bytes of this process. ``on_unknown`` is told of each request that shows a wrong key."""
+    def __init__(
+        self, keys: Iterable[str], *, salt: bytes, on_unknown: Callable[[str], None] = lambda client: None
+    ) -> None:
+        """``salt``: 32 random bytes of this process. ``on_unknown`` is told of each request that shows a wrong key, by
+        its client's address."""
         self._salt = salt
         self._on_unknown = on_unknown
         self._digests: tuple[bytes, ...] = ()
@@ -83,15 +86,16 @@ class ApiKeys:
             found |= compare_digest(known, digest)
         return found
 
-    def check(self, headers: Iterable[Header]) -> None:
-        """Let a request in whose ``Authorization: Bearer``, or ``x-api-key``, is a known key.
+    def check(self, headers: Iterable[Header], client: Callable[[], str]) -> None:
+        """Let a request in whose ``Authorization: Bearer``, or ``x-api-key``, is a known key. ``client`` gives its
+        client's address.
 
         Raises:
             GatewayError: 401.
         """
-        self._check(shown_keys(headers))
+        self._check(shown_keys(headers), client)
 
-    def check_websocket(self, headers: Iterable[Header]) -> None:
+    def check_websocket(self, headers: Iterable[Header], client: Callable[[], str]) -> None:
         """The same for a WebSocket's handshake, where an offered subprotocol may be the key, too.
 
         The subprotocol of the key must not be the one that is agreed upon: the answer would repeat the key.
@@ -100,15 +104,15 @@ class ApiKeys:
             GatewayError: 401.
         """
         headers = list(headers)
-        self._check([*shown_keys(headers), *subprotocol_keys(headers)])
+        self._check([*shown_keys(headers), *subprotocol_keys(headers)], client)
 
-    def _check(self, shown: list[bytes]) -> None:
+    def _check(self, shown: list[bytes], client: Callable[[], str]) -> None:
         for key in shown:
             if self.knows(key):
                 return
         if not shown:
             raise missing_api_key()
-        self._on_unknown()
+        self._on_unknown(client())
         raise unknown_api_key()
 
     def _digest(self, key: bytes) -> bytes:

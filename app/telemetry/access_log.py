@@ -1,9 +1,12 @@
 """The access log: one line for each relayed request, formatted by hand, since it is paid for by every request.
 
 Fields, in this order: ``model`` (if a worker serves it), ``ms`` until the last byte, ``first_ms`` until the first one,
-``worker`` and its ``epoch``, ``events`` of a stream, ``bytes`` of the body, ``retries``, ``error`` with ``fault`` and
-``retryable``, ``disconnected``, ``request_id``. What does not apply is left out. Nothing of a prompt or an answer is in
-it, nor anything else that a client wrote but the request id, whose characters are harmless (``headers``).
+``worker`` and its ``epoch``, ``events`` of a stream, ``bytes`` of the body; if workers broke, ``retries``, ``resumes``,
+``attempts``, the worker and epoch of each, and ``lost``, why that was its end; ``repeated`` (the same request has
+killed workers); ``error`` with ``fault`` and ``retryable``, ``disconnected``, ``client`` (the address, where the
+request was refused for its key), ``request_id``.
+What does not apply is left out. Nothing of a prompt or an answer is in it, nor anything else that a client wrote but
+the request id, whose characters are harmless (``headers``).
 """
 
 from __future__ import annotations
@@ -13,14 +16,16 @@ import os
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 
+from app.log_fields import console_word
 from app.openai.surface import RelayRoute
 from app.relay.relayed import Report
 
-LOGGER: Final = "app.access"
+LOGGER: Final = "app.access_log"
+"""Of these lines and no others."""
 _REMEMBERED_NAMES: Final = 1024
 
 
@@ -64,7 +69,7 @@ class AccessLog:
         milliseconds = int((now - second) * 1000)
         values = self._json_line if self._json else self._console_line
         line = values(route, model, status, seconds, first_seconds, report)
-        if report.error is not None or report.retries or report.disconnected:
+        if report.error is not None or report.retries or report.tries or report.disconnected:
             line += self._trouble(report)
         if self._json:
             line = (
@@ -103,9 +108,20 @@ class AccessLog:
         return f"{named} ms={seconds * 1000:.1f}{begun}{worker}{events} bytes={report.bytes}"
 
     def _trouble(self, report: Report) -> str:
-        values: dict[str, object] = {}
+        values: dict[str, Any] = {}
         if report.retries:
             values["retries"] = report.retries
+        if report.resumes:
+            values["resumes"] = report.resumes
+        if report.tries and report.attempts > 1:
+            names = [f"{it.worker}#{it.epoch}" for it in report.tries]
+            if report.attempts > len(names):
+                names.append(f"{report.worker}#{report.epoch}")
+            values["attempts"] = ",".join(names)
+        if report.lost:
+            values["lost"] = report.lost
+        if report.repeated:
+            values["repeated"] = True
         if report.error is not None:
             values |= {
                 "error": report.error.code,
@@ -114,9 +130,14 @@ class AccessLog:
             }
         if report.disconnected:
             values["disconnected"] = True
+        if report.client:
+            values["client"] = report.client
         if self._json:
             return "".join(f',"{name}":{msgspec.json.encode(value).decode()}' for name, value in values.items())
-        return "".join(f" {name}={value}" for name, value in values.items())
+        return "".join(
+            f" {name}={self._name(value) if name == 'attempts' else console_word(value)}"
+            for name, value in values.items()
+        )
 
     def _name(self, name: str) -> str:
         """A name that a worker gave, in a form that cannot end the line or a field."""

@@ -1,6 +1,6 @@
 """Log lines for people (console) or for machines (one JSON object a line), on standard error.
 
-Structured values travel as ``extra=fields(route="chat", ...)``. Prompts and answers are never logged.
+Structured values travel as ``extra=log_fields.fields(route="chat", ...)``. Prompts and answers are never logged.
 """
 
 from __future__ import annotations
@@ -11,12 +11,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from app.log_fields import console_word, legible
 from app.telemetry.log_sink import LogSink
-
-
-def fields(**values: object) -> dict[str, dict[str, object]]:
-    """Values of a log line, for ``extra=``."""
-    return {"fields": values}
 
 
 class ConsoleFormatter(logging.Formatter):
@@ -28,9 +24,9 @@ class ConsoleFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         clock = datetime.fromtimestamp(record.created).strftime("%H:%M:%S")
-        line = f"{clock}.{int(record.msecs):03d} {record.levelname.lower():<7} {record.getMessage()}"
+        line = f"{clock}.{int(record.msecs):03d} {record.levelname.lower():<7} {legible(record.getMessage())}"
         values: dict[str, Any] = getattr(record, "fields", {})
-        shown = " ".join(f"{key}={value}" for key, value in values.items() if value is not None)
+        shown = " ".join(f"{key}={console_word(value)}" for key, value in values.items() if value is not None)
         if self._with_pid:
             shown = f"{shown} pid={record.process}".lstrip()
         if shown:

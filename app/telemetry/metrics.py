@@ -1,4 +1,4 @@
-"""Metrics of the gateway. The only module of ``app`` that knows ``prometheus_client``.
+"""Metrics of the gateway. With ``tallies`` and ``exposition`` the only modules of ``app`` that know prometheus_client.
 
 Names start with ``hotspare_``, units are base units, and every label has a bounded set of values: a model counts under
 its own name only if a worker serves it. What the process itself uses comes from prometheus_client's own collectors,
@@ -13,19 +13,12 @@ import asyncio
 import contextlib
 import platform
 import time
-from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
-from itertools import accumulate
-from operator import attrgetter
 from types import MappingProxyType
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
-from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
-from prometheus_client.exposition import CONTENT_TYPE_LATEST
-from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 
 from app import compiled
 from app.discovery.follower import Discovery
@@ -35,10 +28,11 @@ from app.fleet.registry import WorkerRegistry
 from app.lifecycle import Lifecycle
 from app.processes.families import Family, Rule, Sample, merge
 from app.security.tls import ServerTls
+from app.telemetry.exposition import exposition, families_of
+from app.telemetry.interruptions import Interruptions
+from app.telemetry.tallies import SECONDS, RequestTallies
 
-CONTENT_TYPE = CONTENT_TYPE_LATEST
-_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
-_TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
+_RECOVERY_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _LAG_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
 
 GAUGE_MERGE: Final[Mapping[str, Rule]] = MappingProxyType(
@@ -55,6 +49,7 @@ GAUGE_MERGE: Final[Mapping[str, Rule]] = MappingProxyType(
         "hotspare_realtime_sessions": "sum",
         "hotspare_tls_certificate_expiry_timestamp_seconds": "min",
         "hotspare_queued_requests": "sum",
+        "hotspare_resume_kept_bytes": "sum",
         "hotspare_worker_epoch": "max",
         "hotspare_worker_routable": "max",
         "hotspare_worker_state": "max",
@@ -66,95 +61,6 @@ GAUGE_MERGE: Final[Mapping[str, Rule]] = MappingProxyType(
     }
 )
 """How the gauges of several processes become one. A lifecycle or worker state that any process is in shows as 1."""
-
-
-class _Tally:
-    """A histogram as three plain fields: counting in one costs a tenth of what a labelled metric object does, and
-    nobody else counts at the same time."""
-
-    __slots__ = ("_bounds", "_buckets", "_sum")
-
-    def __init__(self, bounds: tuple[float, ...]) -> None:
-        self._bounds = bounds
-        self._buckets = [0] * (len(bounds) + 1)
-        self._sum = 0.0
-
-    def observe(self, value: float) -> None:
-        self._buckets[bisect_left(self._bounds, value)] += 1
-        self._sum += value
-
-    def fold(self, into: HistogramMetricFamily, labels: Sequence[str]) -> None:
-        names = [*map(str, self._bounds), "+Inf"]
-        counts = accumulate(self._buckets)
-        into.add_metric(labels, list(zip(names, map(float, counts), strict=True)), self._sum)
-
-
-class _RouteSeries:
-    __slots__ = ("duration", "inter_token", "ttft")
-
-    def __init__(self) -> None:
-        self.duration = _Tally(_SECONDS)
-        self.ttft = _Tally(_SECONDS)
-        self.inter_token = _Tally(_TOKEN_SECONDS)
-
-
-class RequestTallies(Collector):
-    """What each relayed request counts in, kept as plain numbers and made into metrics when they are read."""
-
-    def __init__(self) -> None:
-        self._counts: dict[tuple[str, str, int], int] = {}
-        self._routes: dict[str, _RouteSeries] = {}
-
-    def request(
-        self,
-        *,
-        route: str,
-        model: str,
-        status: int,
-        seconds: float,
-        first_token_seconds: float | None,
-        inter_token_seconds: float | None,
-    ) -> None:
-        """``None`` where an answer was not streamed, or had too few events to tell."""
-        key = (route, model, status)
-        self._counts[key] = self._counts.get(key, 0) + 1
-        series = self._routes.get(route)
-        if series is None:
-            series = self._routes[route] = _RouteSeries()
-        series.duration.observe(seconds)
-        if first_token_seconds is not None:
-            series.ttft.observe(first_token_seconds)
-            if inter_token_seconds is not None:
-                series.inter_token.observe(inter_token_seconds)
-
-    def collect(self) -> Iterator[Metric]:
-        """Called in another thread: it reads copies."""
-        requests = CounterMetricFamily("hotspare_requests", "Requests answered.", labels=["route", "model", "status"])
-        for (route, model, status), count in list(self._counts.items()):
-            requests.add_metric([route, model, str(status)], count)
-        yield requests
-        routes = list(self._routes.items())
-        for name, explanation, tally in (
-            (
-                "hotspare_request_duration_seconds",
-                "From the request's head to the last byte of its answer.",
-                attrgetter("duration"),
-            ),
-            (
-                "hotspare_time_to_first_token_seconds",
-                "From the request's head to the first event of a streamed answer.",
-                attrgetter("ttft"),
-            ),
-            (
-                "hotspare_inter_token_latency_seconds",
-                "Mean time between the events of a streamed answer, one observation a stream.",
-                attrgetter("inter_token"),
-            ),
-        ):
-            family = HistogramMetricFamily(name, explanation, labels=["route"])
-            for route, series in routes:
-                tally(series).fold(family, [route])
-            yield family
 
 
 class GatewayMetrics:
@@ -185,10 +91,23 @@ class GatewayMetrics:
         )
         self._inflight = Gauge("hotspare_inflight_requests", "Requests in flight.", registry=own)
         self._queued = Gauge("hotspare_queued_requests", "Requests in line for a worker.", registry=own)
+        self.interruptions = Interruptions(own)
+        self._kept = Gauge(
+            "hotspare_resume_kept_bytes",
+            "Bodies and notes that are kept so that requests can be started again and resumed.",
+            registry=own,
+        )
         self._queue_wait = Histogram(
             "hotspare_queue_wait_seconds",
             "How long requests stood in line for a worker, of those that did.",
-            buckets=_SECONDS,
+            buckets=SECONDS,
+            registry=own,
+        )
+        self._recovery = Histogram(
+            "hotspare_recovery_seconds",
+            "Parts of what follows the death of a worker's engine, as far as this gateway sees it.",
+            ["phase"],
+            buckets=_RECOVERY_SECONDS,
             registry=own,
         )
         self._refused = Counter(
@@ -278,6 +197,9 @@ class GatewayMetrics:
     def waited(self, seconds: float) -> None:
         self._queue_wait.observe(seconds)
 
+    def recovered(self, phase: str, seconds: float) -> None:
+        self._recovery.labels(phase).observe(seconds)
+
     def refused(self, reason: str) -> None:
         self._refused.labels(reason).inc()
 
@@ -287,6 +209,7 @@ class GatewayMetrics:
         lifecycle: Lifecycle,
         inflight: int,
         queued: int,
+        kept_bytes: int,
         drain_stage: DrainStage,
         drain_remaining: float,
         log_lines_dropped: int,
@@ -302,6 +225,7 @@ class GatewayMetrics:
             self._drain_stage.labels(step.value).set(step is drain_stage)
         self._inflight.set(inflight)
         self._queued.set(queued)
+        self._kept.set(kept_bytes)
         for stage in Lifecycle:
             self._lifecycle.labels(stage.value).set(stage is lifecycle)
         self._discovery_up.set(discovery.up)
@@ -334,23 +258,11 @@ class GatewayMetrics:
 
     async def text(self) -> bytes:
         """The exposition, made in a thread: with many series it takes longer than a loop turn should."""
-        return await asyncio.to_thread(lambda: _exposition(self.families()))
+        return await asyncio.to_thread(lambda: exposition(self.families()))
 
     def families(self) -> tuple[Family, ...]:
-        """The values of now. When a series began (``_created``) is left out: nobody asks, and it is a third of them."""
-        return tuple(
-            Family(
-                family.name,
-                family.documentation,
-                family.type,
-                tuple(
-                    Sample(s.name, tuple(s.labels.items()), s.value)
-                    for s in family.samples
-                    if not s.name.endswith("_created")
-                ),
-            )
-            for family in self.collectors.collect()
-        )
+        """The values of now."""
+        return families_of(self.collectors)
 
 
 def merged_text(processes: Mapping[int, tuple[tuple[Family, ...], bool]]) -> bytes:
@@ -364,27 +276,7 @@ def merged_text(processes: Mapping[int, tuple[tuple[Family, ...], bool]]) -> byt
         ),
     )
     merged = merge([families for families, _ in processes.values()], GAUGE_MERGE)
-    return _exposition((*merged, alive))
-
-
-def _exposition(families: Sequence[Family]) -> bytes:
-    collectors = CollectorRegistry()
-    collectors.register(_Fixed(families))
-    return generate_latest(collectors)
-
-
-class _Fixed(Collector):
-    """Families that are what they are."""
-
-    def __init__(self, families: Sequence[Family]) -> None:
-        self._families = families
-
-    def collect(self) -> Iterator[Metric]:
-        for family in self._families:
-            metric = Metric(family.name, family.meaning, family.kind)
-            for sample in family.samples:
-                metric.add_sample(sample.name, dict(sample.labels), sample.value)
-            yield metric
+    return exposition((*merged, alive))
 
 
 def _version() -> str:

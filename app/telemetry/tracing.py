@@ -24,14 +24,14 @@ from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExport
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
-from opentelemetry.trace import Span, SpanKind, Status, StatusCode
+from opentelemetry.trace import Link, Span, SpanKind, Status, StatusCode, Tracer, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
 
+from app.http_headers import find
 from app.openai.errors import Header
 from app.openai.surface import RelayRoute
-from app.relay.headers import find
-from app.relay.relayed import Report
+from app.relay.relayed import Report, Try
 
 logger = logging.getLogger(__name__)
 
@@ -117,15 +117,16 @@ class Tracing:
                 attributes["server.address"] = host.decode("latin-1")
         started = time.time_ns()
         span = self._tracer.start_span(operation, context, SpanKind.SERVER, attributes, start_time=started)
-        return RequestSpan(span, operation, started)
+        return RequestSpan(self._tracer, span, operation, started)
 
 
 class RequestSpan:
     """The span of one request; :meth:`end` once, with how it went."""
 
-    __slots__ = ("_operation", "_span", "_started")
+    __slots__ = ("_operation", "_span", "_started", "_tracer")
 
-    def __init__(self, span: Span, operation: str, started_ns: int) -> None:
+    def __init__(self, tracer: Tracer, span: Span, operation: str, started_ns: int) -> None:
+        self._tracer = tracer
         self._span = span
         self._operation = operation
         self._started = started_ns
@@ -145,9 +146,32 @@ class RequestSpan:
                 span.update_name(f"{self._operation} {model[:MAX_NAME_CHARS]}")
             if first_seconds is not None and report.streamed:
                 span.add_event("gen_ai.first_token", timestamp=self._started + int(first_seconds * 1e9))
+            if report.tries and report.attempts > 1:
+                self._attempts(report)
             if status >= 500 or (report.error is not None and report.error.fault != "client"):
                 span.set_status(Status(StatusCode.ERROR, None if report.error is None else report.error.message))
         span.end()
+
+    def _attempts(self, report: Report) -> None:
+        """A span for each attempt, below the request's; each is linked to the one before it."""
+        skew = time.time_ns() - time.monotonic_ns()
+        context = set_span_in_context(self._span)
+        links: list[Link] = []
+        tries = report.tries
+        if report.attempts > len(tries):
+            tries += (Try(report.worker, report.epoch, tries[-1].ended_at, time.monotonic(), ""),)
+        for number, it in enumerate(tries, 1):
+            attributes: dict[str, AttributeValue] = {
+                "hotspare.attempt": number,
+                "hotspare.worker": it.worker,
+                "hotspare.epoch": it.epoch,
+            }
+            if it.ending:
+                attributes["error.type"] = it.ending
+            began, ended = int(it.began_at * 1e9) + skew, int(it.ended_at * 1e9) + skew
+            attempt = self._tracer.start_span("attempt", context, SpanKind.CLIENT, attributes, links, start_time=began)
+            attempt.end(ended)
+            links = [Link(attempt.get_span_context(), {})]
 
     @staticmethod
     def _attributes(
@@ -170,6 +194,8 @@ class RequestSpan:
                 found["gen_ai.response.time_to_first_chunk"] = first_seconds
         if report.retries:
             found["hotspare.retries"] = report.retries
+        if report.resumes:
+            found["hotspare.resumes"] = report.resumes
         if report.error is not None:
             found["error.type"] = report.error.code
         elif report.disconnected:

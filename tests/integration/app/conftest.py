@@ -13,12 +13,13 @@ import httpx
 import pytest
 import uvloop
 
-from app.__main__ import bind
+from app.address import parse_address
+from app.application import Gateway
 from app.clients.websocket import PING_SECONDS
-from app.factory import Gateway, create_app
-from app.fleet.address import parse_address
+from app.factory import create_app
 from app.fleet.liveness import WorkerState
-from app.fleet.registry import WorkerEntry
+from app.fleet.replica import WorkerEntry
+from app.processes.listener import bind
 from app.server import GatewayServer
 from app.settings import GatewaySettings
 from tests.integration.app.fake_worker import MODEL, FakeWorker
@@ -118,7 +119,9 @@ async def run_gateway(
     **settings: Any,
 ) -> AsyncIterator[Running]:
     """A gateway over these workers; ready, and with every running worker up, when this returns."""
-    given = {"workers": ",".join(worker.address for worker in workers), "wait_for_worker_seconds": 5} | settings
+    addresses = ",".join(worker.address for worker in workers)
+    # Fake workers say that they have a spare, and few of them are followed by one.
+    given = {"workers": addresses, "wait_for_worker_seconds": 5, "resume_home_seconds": 0} | settings
     app = create_app(GatewaySettings(**{name: value for name, value in given.items() if value is not None}))
     if Shell.chosen == "asgi":
         app.direct = {}

@@ -12,13 +12,18 @@ from typing import Any
 
 import openai
 import pytest
+from websockets.asyncio.client import connect
+from websockets.exceptions import InvalidStatus
 
+from app.clients.asgi import client_of
 from app.security import watched_files
 from app.start_error import StartError
+from app.telemetry.access_log import AccessLog
 from tests.integration.app.conftest import Running, read_response, run_gateway
 
 KEY, OTHER = "sk-first-0123456789", "sk-second-9876543210"
 BEARER = {"authorization": f"Bearer {KEY}"}
+WRONG = {"authorization": "Bearer sk-guess"}
 
 pytestmark = pytest.mark.integration
 
@@ -67,6 +72,42 @@ async def test_anything_else_is_refused_in_the_envelope(workers: Callable[..., A
         metrics = (await gateway.client.get("/metrics", headers=BEARER)).text
         assert 'hotspare_gateway_errors_total{code="invalid_api_key",route="chat"} 1.0' in metrics
     assert worker.calls == []
+
+
+async def test_the_access_line_of_a_refused_key_says_whose_it_was(workers: Callable[..., Any]) -> None:
+    [worker] = await workers("pod-0")
+    written: list[bytes] = []
+    async with run_gateway(worker, api_keys=KEY) as gateway:
+        gateway.gateway.intake.accounts.access_log = AccessLog(written.append, "json")
+        for headers in (WRONG, {}, BEARER):
+            await gateway.client.post("/tokenize", json={"model": "tiny"}, headers=headers)
+        with pytest.raises(InvalidStatus, match="401"):
+            async with connect(
+                f"ws://127.0.0.1:{gateway.port}/v1/realtime?model=tiny", additional_headers=WRONG, proxy=None
+            ):
+                pass
+    lines = [json.loads(line) for line in written]
+    assert [(line["route"], line["status"], line.get("client")) for line in lines] == [
+        ("tokenize", 401, "127.0.0.1"),
+        ("tokenize", 401, "127.0.0.1"),
+        ("tokenize", 200, None),
+        ("realtime", 401, "127.0.0.1"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("client", "said"),
+    [
+        (None, ""),
+        (("192.0.2.7", 80), "192.0.2.7"),
+        (("fe80::1%eth0", 80), "fe80::1%eth0"),
+        (("", 0), ""),
+        (("1.2.3.4 error=none\n", 0), ""),
+    ],
+)
+def test_the_client_that_any_server_names(client: object, said: str, shell: str) -> None:
+    assert client_of({"type": "http", "client": client}) == said
+    assert client_of({"type": "http"}) == ""
 
 
 async def test_a_refused_body_is_not_read(workers: Callable[..., Any], shell: str) -> None:
@@ -142,7 +183,8 @@ async def test_keys_are_exchanged_without_a_restart(
             assert (await status_of(gateway, KEY), await status_of(gateway, OTHER)) == (401, 200)
             write("")  # but an empty file is an answer: nobody
             await gateway.until(lambda: len(keys) == 1)
-            await gateway.until(lambda: ("WARNING", f"{path} holds no key any more") in said(caplog))
+            warning = f"{path} holds no key any more: only those of api_keys are let in"
+            await gateway.until(lambda: ("WARNING", warning) in said(caplog))
             await gateway.until(lambda: ("INFO", "1 API key is known now") in said(caplog))
             assert (await status_of(gateway, OTHER), await status_of(gateway, "from-the-variable")) == (401, 200)
     assert "sk-" not in caplog.text
@@ -173,7 +215,7 @@ async def test_who_guesses_is_seen(caplog: pytest.LogCaptureFixture) -> None:
     ):
         assert f"hotspare_gateway_errors_total{{{labels}}} {count}.0\n" in metrics
     lines = [line for line in said(caplog) if "wrong API key" in line[1]]
-    assert lines[0] == ("INFO", "1 request with a wrong API key refused")
+    assert lines[0] == ("INFO", "1 request with a wrong API key refused, from 127.0.0.1")
     assert len(lines) <= 2  # a busy machine may have taken a second over it
     assert "sk-guess" not in caplog.text
 

@@ -11,7 +11,8 @@ import pytest
 
 from app import compiled
 from app.fleet.liveness import SUSPICION_SECONDS, WorkerState
-from app.relay.upstream import UpstreamConnection, UpstreamPool
+from app.upstream.connection import UpstreamConnection
+from app.upstream.pool import UpstreamPool
 from tests.integration.app.conftest import one_shell, run_gateway, until
 from tests.integration.app.fake_worker import (
     DONE,
@@ -37,6 +38,8 @@ replaces_a_method = pytest.mark.skipif(
     compiled.used(), reason="it replaces a method of one object, which a compiled class does not allow"
 )
 
+UNITS_HEAD = STREAM_HEAD[:-2] + b"x-hotspare-stream: 1\r\n\r\n"
+
 BREAKS = {
     "EOF": cuts(),
     "reset": cuts(reset=True),
@@ -50,10 +53,30 @@ BREAKS = {
     "comments and no event": sends_and_cuts(STREAM_HEAD + chunk(b": ping\n\n" * 200_000) * 2 + chunk(event("lost"))),
     "an empty stream": streams(end=b""),
     "a stream that is none": streams(b"<html>Bad Gateway</html>\n\n"),
-    "a note that is none": sends_and_cuts(
-        STREAM_HEAD[:-2] + b"x-hotspare-stream: 1\r\n\r\n" + chunk(b": t e=one\n" + event("lost"))
+    "units that are none": sends_and_cuts(UNITS_HEAD + chunk(b"<html>Bad Gateway</html>\n\n") + chunk(DONE)),
+    "units that are none, without an end": sends_and_cuts(UNITS_HEAD + chunk(b"<html>")),
+    "a stream of another type": sends_and_cuts(
+        STREAM_HEAD.replace(b"event-stream", b"event-streamX") + chunk(event("lost") + DONE)
     ),
+    "a coded stream": sends_and_cuts(
+        STREAM_HEAD[:-2] + b"content-encoding: gzip\r\n\r\n" + chunk(event("lost") + DONE)
+    ),
+    "a coded document": answers(document={"who": "lost"}, content_encoding="br"),
+    "another version of HTTP": sends_and_cuts(
+        b"HTTP/2.0" + head(200, content_length=2).partition(b"HTTP/1.1")[2] + b"{}"
+    ),
+    "a note that is none": sends_and_cuts(UNITS_HEAD + chunk(b": t e=one\n" + event("lost"))),
     "EOF in the first unit": streams_units([event("lost"), event("lost")], cut=200),
+    "an upgrade": sends_and_cuts(b"HTTP/1.1 101 Switching\r\nconnection: upgrade\r\nupgrade: x\r\n\r\n"),
+    "a redirect": answers(302, location="http://elsewhere/"),
+    "nothing": sends_and_cuts(head(204)),
+    "not modified": sends_and_cuts(head(304)),
+    "a proxy's word": answers(407),
+    "a status that is none": answers(600),
+    "an empty answer": sends_and_cuts(head(200, content_type="application/json", content_length=0)),
+    "a page": sends_and_cuts(head(200, content_type="text/html", content_length=6) + b"<html>"),
+    "no document": answers(document="OK"),
+    "an error without end": answers(500, {"detail": "x" * 2_000_000}),
 }
 
 
@@ -63,7 +86,7 @@ async def test_a_break_before_delivery_is_invisible(workers: Any, behaviour: Any
     one, two = await workers("pod-0", "pod-1")
     one.will(behaviour)
     two.will(streams(event("whole")) if stream else answers(document={"who": "pod-1"}))
-    async with run_gateway(one, two) as running:
+    async with run_gateway(one, two, max_held_bytes=1_000_000) as running:
         answer = await running.chat(stream=stream)
         assert answer.status_code == 200
         if stream:
@@ -73,6 +96,97 @@ async def test_a_break_before_delivery_is_invisible(workers: Any, behaviour: Any
         ids = [worker.calls[0].headers["x-hotspare-request-id"] for worker in (one, two)]
         assert ids[0] == ids[1]
         assert "hotspare_retries_total" in (await running.client.get("/metrics")).text
+
+
+async def test_a_document_is_no_stream(workers: Any) -> None:
+    one, two = await workers("pod-0", "pod-1")
+    one.will(answers())
+    async with run_gateway(one, two) as running:
+        assert (await running.chat(stream=True)).content == event("from pod-1") + event(" done") + DONE
+        assert (len(one.calls), len(two.calls)) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "stream", "said"),
+    [
+        (answers(), True, "it answered with 'application/json' where a stream was asked for"),
+        (answers(302), False, "it answered 302"),
+        (answers(document="OK"), False, "it answered with a body that is not JSON"),
+        (answers(400, {"x": "x" * 2_000_000}), False, "it answered 400 with more than 1000000 bytes"),
+        (sends_and_cuts(b"220 mail.example ESMTP\r\n"), True, "not HTTP"),
+        (streams(b"<html>Bad Gateway</html>\n\n"), True, "what it sends is not server-sent events"),
+    ],
+)
+async def test_what_is_no_answer_is_not_shown(workers: Any, behaviour: Any, stream: bool, said: str) -> None:
+    """Nobody else is there, and it stays so: an error of the gateway's, after as many tries as others get."""
+    (worker,) = await workers("pod-0")
+    worker.default = behaviour
+    async with run_gateway(worker, max_held_bytes=1_000_000) as running:
+        answer = await running.chat(stream=stream)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"]) == (502, "bad_answer")
+        assert error["message"] == f"The worker's answer cannot be used ({said}); try the request again."
+        assert len(worker.calls) == 4
+
+
+async def test_what_is_no_answer_is_an_event_after_keep_alives(workers: Any) -> None:
+    (worker,) = await workers("pod-0")
+
+    async def late(call: Call) -> None:
+        if call is worker.calls[0]:
+            await call.go.wait()
+        await answers()(call)
+
+    worker.default = late
+    async with (
+        run_gateway(worker, sse_keepalive_seconds=0.05, resume_limit=1) as running,
+        running.stream() as answer,
+    ):
+        pieces = answer.aiter_raw()
+        assert await anext(pieces) == b": keep-alive\n\n"
+        worker.calls[0].go.set()
+        seen = b"".join([piece async for piece in pieces])
+        assert b'"code":"bad_answer"' in seen
+        assert seen.endswith(DONE)
+
+
+async def test_nonsense_within_an_answer_is_a_cut(workers: Any) -> None:
+    (worker,) = await workers("pod-0")
+
+    async def goes_mad(call: Call) -> None:
+        await call.send(STREAM_HEAD + chunk(event("a")))
+        await call.go.wait()
+        await call.send(b"nonsense\r\n")
+
+    worker.will(goes_mad)
+    async with run_gateway(worker) as running, running.stream() as answer:
+        pieces = answer.aiter_raw()
+        assert await anext(pieces) == event("a")
+        worker.calls[0].go.set()
+        seen = b"".join([piece async for piece in pieces])
+        assert seen.startswith(b'data: {"error"')
+        assert b'"code":"worker_lost"' in seen
+        assert len(worker.calls) == 1
+
+
+@one_shell
+@pytest.mark.parametrize("body", [b"<html>" * 20_000, b" " * 120_000])
+async def test_what_is_no_document_is_not_passed_on_as_it_comes(workers: Any, body: bytes) -> None:
+    """Neither a page nor blanks, in more than is held; it never ends, and need not."""
+    one, two = await workers("pod-0", "pod-1")
+    one.will(sends_and_cuts(head(200, content_length=9_000_000) + body))
+    async with run_gateway(one, two, max_held_bytes=65536) as running:
+        assert (await running.chat()).json()["choices"]
+        assert (len(one.calls), len(two.calls)) == (1, 1)
+
+
+@one_shell
+@pytest.mark.parametrize("asked", [1, "true"])
+async def test_an_engine_may_read_stream_less_strictly(workers: Any, asked: object) -> None:
+    (worker,) = await workers("pod-0")
+    async with run_gateway(worker) as running:
+        answer = await running.client.post("/v1/chat/completions", json={"model": MODEL, "stream": asked})
+        assert answer.content == event("from pod-0") + event(" done") + DONE
 
 
 async def test_the_shadow_of_the_same_pod_takes_over(workers: Any) -> None:
@@ -129,14 +243,14 @@ async def test_attempts_at_one_worker_are_limited(workers: Any) -> None:
     async with run_gateway(worker) as running:
         answer = await running.chat()
         assert (answer.status_code, answer.json()["error"]["code"]) == (502, "worker_lost")
-        assert len(worker.calls) == 3
+        assert len(worker.calls) == 4
 
 
 @replaces_a_method
 async def test_a_connection_that_dies_before_the_request_was_written_costs_nothing(workers: Any) -> None:
     """Accepted, and reset before the gateway wrote: as good as refused, so that another connection is tried."""
     (worker,) = await workers("pod-0")
-    async with run_gateway(worker, attempt_limit=1) as running:
+    async with run_gateway(worker, resume_limit=1) as running:
         await running.until(lambda: bool(running.gateway.registry.candidates("")))
         (replica,) = running.gateway.registry.candidates("")
         opened = opens_dead(replica.pool, times=3)
@@ -189,7 +303,7 @@ async def test_attempts_are_limited(workers: Any) -> None:
     async with run_gateway(*started) as running:
         answer = await running.chat()
         assert (answer.status_code, answer.json()["error"]["code"]) == (502, "worker_lost")
-        assert sum(len(worker.calls) for worker in started) == 3
+        assert sum(len(worker.calls) for worker in started) == 4
 
 
 @pytest.mark.parametrize("reset", [False, True])
@@ -203,19 +317,19 @@ async def test_one_idle_connection_may_be_stale_and_no_more(workers: Any, reset:
         await answers()(call)
 
     worker.will(*[answers_together] * 4)
-    async with run_gateway(worker, attempt_limit=1) as running:
+    async with run_gateway(worker, resume_limit=1) as running:
         await asyncio.gather(*(running.chat() for _ in range(4)))
         assert len({id(call.writer) for call in worker.calls}) == 4  # so many are idle now
         worker.default = cuts(reset=reset)
         answer = await running.chat()
         assert (answer.status_code, answer.json()["error"]["code"]) == (502, "worker_lost")
-        assert len(worker.calls) == 4 + 2
+        assert len(worker.calls) == 4 + 3  # two that count, and the one that does not
         assert WorkerState.SUSPECT in [item.state for item in running.entry(worker).history]
 
 
 async def test_a_stale_connection_costs_no_attempt(workers: Any) -> None:
     (worker,) = await workers("pod-0")
-    async with run_gateway(worker, attempt_limit=1) as running:
+    async with run_gateway(worker, resume_limit=1) as running:
         await running.chat()
         worker.will(cuts(reset=True))
         assert (await running.chat()).status_code == 200
@@ -290,7 +404,7 @@ async def test_errors_of_messages_carry_their_event_name(workers: Any) -> None:
 async def test_reselect_costs_nothing(workers: Any) -> None:
     one, two = await workers("pod-0", "pod-1")
     one.default = reselects()
-    async with run_gateway(one, two, attempt_limit=1) as running:
+    async with run_gateway(one, two, resume_limit=1) as running:
         for _ in range(4):
             assert (await running.chat()).status_code == 200
         assert len(two.calls) == 4
@@ -516,7 +630,7 @@ async def test_limits_of_silence_can_be_off(workers: Any) -> None:
         await running.until(lambda: len(running.gateway.registry.candidates("")) == 2)
         asked = asyncio.create_task(running.chat())
         call = await one.call()
-        (exchange,) = running.gateway.relay._exchanges
+        (exchange,) = running.gateway.relay.shared.exchanges
         assert exchange._attempt is not None
         assert exchange._silent_until(exchange._attempt) == math.inf
         call.go.set()
@@ -580,7 +694,7 @@ async def test_reselect_after_keep_alives_is_not_shown(workers: Any, breaks: boo
     one.will(refuse_late)
     two.will(streams(event("a"), event("b")))
     async with (
-        run_gateway(one, two, sse_keepalive_seconds=0.05, attempt_limit=1) as running,
+        run_gateway(one, two, sse_keepalive_seconds=0.05, resume_limit=1) as running,
         running.stream() as answer,
     ):
         pieces = answer.aiter_raw()

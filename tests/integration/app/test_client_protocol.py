@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from app.clients.protocol import MAX_PIPELINED
 from tests.integration.app.conftest import read_response, run_gateway
 from tests.integration.app.fake_worker import MODEL
 
@@ -52,6 +53,25 @@ async def test_an_offer_to_upgrade_is_ignored(workers: Any, offer: str, framing:
         assert [(await read_response(reader))[0] for _ in range(2)] == [200, 200]
         writer.close()
     assert [call.body for call in worker.calls] == [BODY] * 5
+
+
+POST = b"POST /v1/completions HTTP/1.1\r\nhost: g\r\ncontent-length: %d\r\n\r\n%b" % (len(BODY), BODY)
+GET = b"GET /v1/models HTTP/1.1\r\nhost: g\r\n\r\n"
+
+
+@pytest.mark.parametrize("last", [GET, POST], ids=["application", "relay"])
+@pytest.mark.parametrize("first", [GET, POST], ids=["application first", "relay first"])
+async def test_more_requests_in_a_pipeline_than_may_wait(workers: Any, first: bytes, last: bytes) -> None:
+    """What came before is answered, and the last answer says that it is the last."""
+    (worker,) = await workers("pod-0")
+    async with run_gateway(worker) as running, asyncio.timeout(20):
+        reader, writer = await running.raw(first + last * 80)
+        answers = [await read_response(reader) for _ in range(1 + MAX_PIPELINED)]
+        assert await reader.read() == b""
+        writer.close()
+    assert {status for status, _, _ in answers} == {200}
+    said = [headers.get("connection") for _, headers, _ in answers]
+    assert said == [None] * MAX_PIPELINED + ["close"]
 
 
 async def test_a_web_socket_elsewhere_is_refused_in_the_envelope(workers: Any) -> None:

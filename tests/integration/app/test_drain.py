@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from app.clients.uploads import Uploads
 from app.drain import Drain, DrainStage
+from app.intake.uploads import Uploads
 from app.lifecycle import Lifecycle
 from app.openai.errors import GatewayError
 from tests.integration.app.conftest import Running, read_response, run_gateway

@@ -66,7 +66,7 @@ async def test_stalled_requests_leave_nothing(workers: Any) -> None:
         first_byte_timeout_seconds=0.05,
         stall_timeout_seconds=0.05,
         keepalive_seconds=0.1,
-        attempt_limit=1,
+        resume_limit=1,
     ) as running:
         for number in range(10):
             worker.will(streams_then_waits(event("a")) if number % 2 else hangs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -9,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from app.address import Address
 from app.discovery import kubernetes
-from app.fleet.address import Address
 from tests.integration.app.conftest import Running, run_gateway, until
 from tests.integration.app.fake_kubernetes import FakeKubernetes, make_credentials
 from tests.integration.app.fake_worker import FakeWorker, event, streams_then_waits
@@ -147,6 +148,29 @@ async def test_the_token_is_read_again(server: FakeKubernetes, credentials: Path
         await until(lambda: gateway.gateway.discovery.up)
         server.put("b", "127.0.0.2:1")
         await has(gateway, "127.0.0.1:1", "127.0.0.2:1")
+
+
+@pytest.mark.parametrize("name", ["token", "ca.crt"])
+async def test_credentials_that_are_no_plain_files_are_not_waited_for(
+    server: FakeKubernetes, credentials: Path, name: str
+) -> None:
+    content = (credentials / name).read_bytes()
+    (credentials / name).unlink()
+    os.mkfifo(credentials / name)
+    async with followed(server, credentials, ready=False) as gateway:
+        await until(lambda: "it is not a regular file" in (gateway.gateway.discovery.problem or ""))
+        assert str(credentials / name) in (gateway.gateway.discovery.problem or "")
+        (credentials / name).unlink()
+        (credentials / name).write_bytes(content)
+        await until(lambda: gateway.gateway.discovery.up and server.watches_opened == 1)
+
+
+async def test_a_certificate_among_other_words(server: FakeKubernetes, credentials: Path) -> None:
+    """As OpenSSL's tools write them, and people comment on them."""
+    certificate = (credentials / "ca.crt").read_bytes()
+    (credentials / "ca.crt").write_bytes("# für den Cluster\n".encode() + certificate)
+    async with followed(server, credentials) as gateway:
+        await until(lambda: gateway.gateway.discovery.up and server.watches_opened == 1)
 
 
 async def test_a_right_to_list_without_one_to_watch_is_said(server: FakeKubernetes, credentials: Path) -> None:

@@ -365,7 +365,7 @@ async def test_curl(workers: Any, tmp_path: Path) -> None:
 async def test_the_access_line_has_the_bytes_of_an_error_too() -> None:
     lines: list[bytes] = []
     async with run_gateway(workers="127.0.0.1:1", wait_for_worker_seconds=0.05) as running:
-        running.gateway.intake.access_log = AccessLog(lines.append, "json")
+        running.gateway.intake.accounts.access_log = AccessLog(lines.append, "json")
         answers = [await running.client.post("/tokenize", content=content) for content in (b"[]", b"{}")]
         assert [answer.status_code for answer in answers] == [400, 503]
         await running.until(lambda: len(lines) == 2)

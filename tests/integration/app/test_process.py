@@ -7,6 +7,7 @@ import contextlib
 import fcntl
 import json
 import os
+import resource
 import select
 import signal
 import socket
@@ -94,6 +95,33 @@ def test_a_life(start: Start, tmp_path: Path) -> None:
     process.send_signal(signal.SIGTERM)
     assert process.wait(10) == 0
     assert list(run_dir.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("share", range(6))
+def test_a_signal_while_it_is_imported(start: Start, tmp_path: Path, number: signal.Signals, share: int) -> None:
+    """At any moment of the start; the first is that in which it holds signals, long before its settings are known."""
+    process = start("--port", "0", "--workers", "127.0.0.1:1", "--run-dir", str(tmp_path))
+    until_held(process.pid)
+    time.sleep(0.08 * share)
+    process.send_signal(number)
+    assert process.wait(STARTED_SECONDS) == 0
+    assert process.stderr is not None
+    assert "Traceback" not in process.stderr.read()
+    assert list(tmp_path.iterdir()) == []
+
+
+def until_held(pid: int) -> None:
+    """The process holds SIGTERM and SIGINT, or hears them already."""
+    both = 1 << (signal.SIGTERM - 1) | 1 << (signal.SIGINT - 1)
+    deadline = time.monotonic() + STARTED_SECONDS
+    while True:
+        lines = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+        blocked, caught = int(lines["SigBlk"], 16), int(lines["SigCgt"], 16)
+        if blocked & both == both or caught & both == both:
+            return
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -188,7 +216,7 @@ async def test_nobodys_words_are_logged_at_any_level(start: Start, form: str) ->
     repeated = {"message": words, "type": "x", "param": None, "code": "x"}
     async with FakeWorker() as worker:
         process = start(
-            *("--port", "0", "--workers", worker.address, "--max-body-bytes", "4096", "--attempt-limit", "1"),
+            *("--port", "0", "--workers", worker.address, "--max-body-bytes", "4096", "--resume-limit", "1"),
             HOTSPARE_LOG_LEVEL="debug",
             HOTSPARE_LOG_FORMAT=form,
         )
@@ -213,13 +241,13 @@ async def test_nobodys_words_are_logged_at_any_level(start: Start, form: str) ->
                 assert await post(body) == status, body
             assert await post(whole, answers(400, {"error": repeated})) == 400
             assert await post(whole, answers(500, {"detail": words})) == 500
-            assert await post(whole, sends_and_cuts(words.encode() + b"\r\n\r\n")) == 502
+            assert await post(whole, *[sends_and_cuts(words.encode() + b"\r\n\r\n")] * 2) == 502
             broken = sends_and_cuts(STREAM_HEAD + chunk(event(words)) + b"no chunk")
-            assert await post(json.dumps(chat | {"stream": True}).encode(), broken) == 502
+            assert await post(json.dumps(chat | {"stream": True}).encode(), broken, broken) == 502
             assert (await client.get(f"/v1/models/{words}")).status_code == 404
         process.send_signal(signal.SIGTERM)
         _, rest = await asyncio.to_thread(process.communicate)
-    assert rest.count("/v1/chat/completions") == 11
+    assert rest.count("/v1/chat/completions") == 11 + 2  # a line for each, and warnings of two that were lost
     assert words not in rest
 
 
@@ -294,7 +322,7 @@ WRONG = {
     "unrecognized arguments: --nonsense": ["--nonsense"],
     "port=x": ["--port", "x"],
     "worker address 'x'": ["--workers", "x"],
-    "cannot resolve the host": ["--host", "host.invalid", "--port", "0"],
+    "name another with --host or HOTSPARE_HOST": ["--host", "host.invalid", "--port", "0"],
     "cannot write": ["--port", "0", "--run-dir", "/dev/null/x"],
     "parent process 1": ["--port", "0", "--parent-pid", "1"],
 }
@@ -304,7 +332,7 @@ def test_what_is_wrong_is_one_sentence() -> None:
     """Each in a process of its own, forked from one that has the imports behind it: they take most of the time."""
     script = (
         "import json, os, sys\n"
-        "from app.__main__ import main\n"
+        "from app.start import main\n"
         "for arguments in json.loads(sys.argv[1]):\n"
         "    if (child := os.fork()) == 0:\n"
         "        sys.exit(main(arguments))\n"
@@ -342,7 +370,7 @@ def test_a_parent_that_was_gone_before_it_could_be_watched() -> None:
     """The kernel tells of deaths that come after we asked it to, and of no earlier one."""
     late = (
         "import os, sys, time\n"
-        "from app.__main__ import main\n"
+        "from app.start import main\n"
         "parent = int(sys.argv[1])\n"
         "while os.getppid() == parent:\n"
         "    time.sleep(0.001)\n"
@@ -387,3 +415,22 @@ def test_it_dies_with_its_parent(tmp_path: Path) -> None:
             assert readable
         finally:
             os.close(pidfd)
+
+
+def test_a_process_that_can_open_no_more_files_says_so_once(start: Start) -> None:
+    """Nobody else would: the loop closes new connections unheard."""
+    process = start("--port", "0", "--workers", "127.0.0.1:1")
+    url = listening(process)
+    _, hard = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (3, hard))
+    line = read_until(process, "no more files can be opened")
+    assert " error " in line
+    assert "has reached its limit of 3: raise it (ulimit -n" in line
+    resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (hard, hard))
+    assert httpx.get(f"{url}/live", trust_env=False).status_code == 200
+    process.terminate()
+    assert process.stderr is not None
+    rest = process.stderr.read()
+    assert "no more files" not in rest
+    assert "Traceback" not in rest
+    assert process.wait(STARTED_SECONDS) == 0

@@ -241,6 +241,26 @@ async def test_a_second_signal_ends_all_at_once(start: Start, tmp_path: Path) ->
     assert list((tmp_path / "run").iterdir()) == []
 
 
+async def test_who_asks_during_a_drain_is_answered(start: Start, tmp_path: Path) -> None:
+    """Also by a process that has nothing left to do: it leaves with the last one."""
+    async with FakeWorker() as worker:
+        worker.default = streams_then_waits(event("a"))
+        process = start("--workers", worker.address, "--drain-timeout-seconds", "60")
+        async with client(process, tmp_path) as made:
+            await both_serve(made)
+            pids = set(children(process))
+            (stream,) = await begin_streams(made, 1)
+            process.signal(signal.SIGTERM)
+            await until_true(lambda: "drained in" in process.output())
+            for _ in range(100):
+                assert (await made.get("/health")).json()["status"] == "draining"
+                assert (await tokenize(made)).status_code == 503
+            assert set(children(process)) == pids
+            (await worker.call(0)).go.set()
+            assert (await stream).endswith("data: [DONE]\n\n")
+        assert await asyncio.to_thread(process.wait) == 0
+
+
 async def test_children_die_with_their_supervisor(start: Start, tmp_path: Path) -> None:
     process = start("--workers", "127.0.0.1:1", tidy=False)
     async with client(process, tmp_path) as made:
@@ -254,7 +274,7 @@ async def test_one_that_hangs_is_replaced(tmp_path: Path) -> None:
     """With a shorter patience than usual."""
     code = (
         "import sys, app.processes.supervision as supervision; supervision.SILENCE_SECONDS = 2.0; "
-        "from app.__main__ import main; sys.exit(main())"
+        "from app.start import main; sys.exit(main())"
     )
     own = ["--port", "0", "--processes", "2", "--workers", "127.0.0.1:1", "--run-dir", str(tmp_path / "run")]
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="hs-") as temporary, (tmp_path / "log").open("wb") as log:

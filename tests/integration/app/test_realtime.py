@@ -333,6 +333,18 @@ async def test_an_error_is_an_event_and_the_session_goes_on(workers: Any, frame:
         assert (await session.until("response.done"))[0]["response"]["status"] == "completed"
 
 
+async def test_an_error_names_its_event_where_that_is_known(workers: Any) -> None:
+    (worker,) = await workers("pod-0")
+    async with run_gateway(worker) as running, plain(running) as session:
+        for frame, event_id in (
+            ('{"event_id":"mine"}', "mine"),
+            ('{"event_id":"mine","type":"sing"}', "mine"),
+            ('{"event_id":"mine"', None),
+        ):
+            await session.socket.send(frame)
+            assert (await session.read())["error"]["event_id"] == event_id
+
+
 async def test_a_message_that_is_far_too_large_closes_the_connection(workers: Any) -> None:
     (worker,) = await workers("pod-0")
     async with run_gateway(worker, max_realtime_event_bytes=10_000) as running, plain(running) as session:
@@ -399,7 +411,7 @@ async def handshake(running: Running, target: str, headers: dict[str, str]) -> t
     ],
 )
 async def test_a_handshake_that_is_refused(
-    workers: Any, target: str, headers: dict[str, str], status: int, code: str
+    workers: Any, caplog: pytest.LogCaptureFixture, target: str, headers: dict[str, str], status: int, code: str
 ) -> None:
     (worker,) = await workers("pod-0")
     async with run_gateway(worker) as running:
@@ -408,6 +420,20 @@ async def test_a_handshake_that_is_refused(
         assert (found, said, answer["content-type"]) == (status, code, "application/json")
         assert (await running.chat()).status_code == 200
         await gone(running)
+    assert [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")] == []
+
+
+async def test_the_access_line_of_a_refused_handshake_has_its_bytes(
+    workers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (worker,) = await workers("pod-0")
+    reports: list[Any] = []
+    async with run_gateway(worker, api_keys="sesame") as running:
+        monkeypatch.setattr(
+            running.gateway.intake.accounts, "close", lambda route, request_id, report, started: reports.append(report)
+        )
+        _, answer, _ = await handshake(running, PATH, KEYS)
+        assert [report.bytes for report in reports] == [int(answer["content-length"])] != [0]
 
 
 async def test_a_plain_request_is_told_to_upgrade(workers: Any) -> None:
@@ -523,8 +549,9 @@ async def test_a_worker_that_dies_unseen_costs_nothing(workers: Any) -> None:
     [
         (answers(400, {"error": {"message": "too long", "type": "x", "param": None, "code": "context"}}), "context"),
         (answers(500, {"detail": "?"}), "internal_error"),
-        (answers(200), "bad_answer"),
+        (answers(400, {"error": "broken"}), "bad_answer"),
         (streams(b'data: {"error":{"message":"m","type":"t","code":500}}\n\n'), "500"),
+        (streams(b'event: error\ndata: {"type":"error","error":{"message":"m","code":"c"}}\n\n'), "c"),
     ],
 )
 async def test_a_worker_that_refuses(workers: Any, behaviour: Any, code: str) -> None:
@@ -536,6 +563,60 @@ async def test_a_worker_that_refuses(workers: Any, behaviour: Any, code: str) ->
         assert (response["status"], response["status_details"]["error"]["code"]) == ("failed", code)
         await session.send("response.create")
         assert (await session.until("response.done"))[0]["response"]["status"] == "completed"
+
+
+UNREADABLE = {
+    "no JSON": b"data: not json\n\n",
+    "no UTF-8": b'data: {"choices":[{"delta":{"content":"\xff"}}]}\n\n',
+    "another type of text": b'data: {"choices":[{"delta":{"content":5}}]}\n\n',
+    "another type of usage": b'data: {"choices":[],"usage":{"prompt_tokens":"x"}}\n\n',
+    "no choices": b'data: {"choices":null}\n\n',
+    "a list": b"data: [1]\n\n",
+    "an object of something else": b'data: {"x":1}\n\n',
+    "deep nesting": b"data: " + b"[" * 100_000 + b"\n\n",
+    "an error of another type": b'data: {"error":"broken"}\n\n',
+    "an error that says nothing": b'event: error\ndata: {"x":1}\n\n',
+    "an error that is a chunk": b"event: error\n" + event("x"),
+    "an error without data": b"event: error\n\n",
+}
+
+
+@pytest.mark.parametrize("bad", UNREADABLE.values(), ids=UNREADABLE)
+@pytest.mark.parametrize("ends", [True, False], ids=["to its end", "without an end"])
+async def test_an_event_that_cannot_be_read_fails_the_response(workers: Any, bad: bytes, ends: bool) -> None:
+    (worker,) = await workers("pod-0")
+    pieces = [event("said"), bad, event("unsaid")]
+    worker.will(streams(*pieces) if ends else streams_then_waits(*pieces))
+    async with run_gateway(worker) as running, plain(running) as session:
+        await session.ask()
+        response, before = await session.until("response.done")
+        response = response["response"]
+        assert (response["status"], response["status_details"]["error"]["code"]) == ("failed", "bad_answer")
+        assert [part["text"] for item in response["output"] for part in item["content"]] == ["said"]
+        assert before.count("response.output_text.delta") == 1
+        await running.until(lambda: running.gateway.admission.inflight == 0)
+        if not ends:
+            await asyncio.wait_for(worker.calls[0].closed.wait(), 5)
+        await session.send("response.create")  # the session goes on
+        assert (await session.until("response.done"))[0]["response"]["status"] == "completed"
+
+
+async def test_events_that_say_nothing_of_a_response_are_passed_over(workers: Any) -> None:
+    (worker,) = await workers("pod-0")
+    worker.will(streams(b": comment\n\n", b"event: ping\n\n", b'data: {"choices":[]}\n\n', event("said")))
+    async with run_gateway(worker) as running, plain(running) as session:
+        await session.ask()
+        assert (await session.until("response.done"))[0]["response"]["status"] == "completed"
+
+
+async def test_a_worker_that_answers_no_stream(workers: Any) -> None:
+    (worker,) = await workers("pod-0")
+    worker.default = answers(200)
+    async with run_gateway(worker, resume_limit=1) as running, plain(running) as session:
+        await session.ask()
+        response = (await session.until("response.done"))[0]["response"]
+        assert (response["status"], response["status_details"]["error"]["code"]) == ("failed", "bad_answer")
+        assert len(worker.calls) == 2
 
 
 async def test_a_response_needs_room_like_any_request(workers: Any) -> None:
@@ -834,12 +915,12 @@ async def test_a_cut_knows_what_waits_behind_tls(workers: Any, tmp_path: Path) -
     limits: dict[str, Any] = {"max_realtime_conversation_bytes": 1 << 30}
     limits |= {"tls_certificate": str(pair.certificate), "tls_key": str(pair.key)}
     async with run_gateway(worker, **limits) as running:
-        async with stuck(running, trusted) as (session, _):
+        async with stuck(running, trusted) as (session, connection):
             await session.ask()
             await session.until("response.output_text.delta")
             session.socket.transport.pause_reading()
             server = side(running, session)
-            await until(lambda: unsent(server)[1] > 0, 20)
+            await until(lambda: unsent(server)[1] > 0 and connection.paused, 20)
             assert server.cut()
         await running.until(lambda: not server.connections & {server})
         assert not server.cut()  # it is gone

@@ -65,8 +65,10 @@ async def test_token_notes_do_not_reach_the_client(workers: Any) -> None:
         assert answer.content == event("a") + event("b") + event("c") + DONE
         assert "x-hotspare-stream" not in answer.headers
         assert worker.calls[0].headers["x-hotspare-stream"] == "1"
-        await running.chat()
-        assert "x-hotspare-stream" not in worker.calls[1].headers  # there is nothing to note in a whole answer
+        await running.chat()  # notes of a whole answer come before it
+        assert worker.calls[1].headers["x-hotspare-stream"] == "1"
+        await running.client.post("/v1/embeddings", json={"model": MODEL, "input": "x"})
+        assert "x-hotspare-stream" not in worker.calls[2].headers
 
 
 async def test_an_event_is_sent_when_it_comes(workers: Any) -> None:
@@ -201,7 +203,7 @@ async def test_a_workers_error_passes_in_an_envelope(
 async def test_an_answer_too_large_to_hold_passes_as_it_comes(workers: Any) -> None:
     (worker,) = await workers("pod-0")
     document = {"data": "x" * 300_000}
-    worker.will(answers(document=document), sends_and_cuts(head(200, content_length=9_000_000) + b"x" * 100_000))
+    worker.will(answers(document=document), sends_and_cuts(head(200, content_length=9_000_000) + b"{" * 100_000))
     async with run_gateway(worker, max_held_bytes=65536) as running:
         assert (await running.chat()).json() == document
         with pytest.raises(httpx.RemoteProtocolError):  # a cut must not look like an end
@@ -235,6 +237,22 @@ async def test_models(workers: Any) -> None:
         await running.until(lambda: "d" in running.gateway.registry.reachable_models())
         listed = (await running.client.get("/v1/models")).json()
         assert [item["id"] for item in listed["data"]] == ["a", "org/b", "d"]
+
+
+async def test_how_long_a_request_may_be(workers: Any) -> None:
+    """Any worker of a model may get it, so the least of what they say; one that says nothing does not count."""
+    one, two, silent = await workers("pod-0", "pod-1", "pod-2", models=("a",))
+    one.say(max_model_len=4096)
+    two.say(max_model_len=2048, models=("a", "b"))
+    silent.say(models=("a", "c"))
+    async with run_gateway(one, two, silent) as running:
+        await running.until(lambda: len(running.gateway.registry.candidates("a")) == 3)
+        listed = (await running.client.get("/v1/models")).json()["data"]
+        assert {item["id"]: item.get("max_model_len") for item in listed} == {"a": 2048, "b": 2048, "c": None}
+        assert (await running.client.get("/v1/models/a")).json()["max_model_len"] == 2048
+        two.say(max_model_len=8192)
+        await running.until(lambda: running.gateway.registry.reachable_models()["b"] == 8192)
+        assert (await running.client.get("/v1/models/a")).json()["max_model_len"] == 4096
 
 
 async def test_a_slow_client_pauses_the_worker_and_loses_nothing(workers: Any) -> None:

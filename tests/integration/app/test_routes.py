@@ -9,7 +9,7 @@ import pytest
 
 from app.openai.surface import RELAY_ROUTES
 from tests.integration.app.conftest import Running, read_response, run_gateway
-from tests.integration.app.fake_worker import MODEL, Call, answers, streams
+from tests.integration.app.fake_worker import MODEL, Call, answers, head, sends_and_cuts, streams
 
 pytestmark = pytest.mark.integration
 
@@ -52,6 +52,28 @@ async def test_a_form_travels_byte_for_byte_to_its_model(path: str, workers: Any
         assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
         wrong = await running.client.post(path, json={"model": "whisper"})
         assert (wrong.status_code, wrong.json()["error"]["code"]) == (415, "unsupported_media_type")
+
+
+@pytest.mark.parametrize(
+    ("path", "content_type", "said"),
+    [
+        ("/v1/audio/transcriptions", "text/plain; charset=utf-8", b"said"),
+        ("/v1/audio/transcriptions", "text/vtt", b"WEBVTT"),
+        ("/v1/audio/translations", "text/plain", b""),
+        ("/v1/embeddings", "application/octet-stream", b"\x00\x01"),
+        ("/pooling", "application/octet-stream", b"\x00\x01"),
+    ],
+)
+async def test_answers_that_are_no_json(path: str, content_type: str, said: bytes, workers: Any) -> None:
+    """Where a route has them."""
+    (worker,) = await workers("pod-0")
+    worker.will(sends_and_cuts(head(200, content_type=content_type, content_length=len(said)) + said))
+    async with run_gateway(worker) as running:
+        body = form(MODEL) if "audio" in path else b'{"model":"tiny"}'
+        answer = await running.client.post(path, content=body, headers=FORM_TYPE if "audio" in path else {})
+        assert (answer.status_code, answer.content) == (200, said)
+        assert answer.headers["content-type"] == content_type
+        assert len(worker.calls) == 1
 
 
 async def test_a_streamed_transcription_that_is_cut_says_so(workers: Any) -> None:

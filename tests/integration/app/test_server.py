@@ -144,7 +144,7 @@ async def test_probes_do_not_depend_on_workers(workers: Any) -> None:
 
 
 async def test_health_depends_on_workers_only_if_told_to(workers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.routes.health.NOBODY_SECONDS", 0.2)
+    monkeypatch.setattr("app.fleet.outages.NOBODY_SECONDS", 0.2)
     (worker,) = await workers("pod-0")
     async with (
         run_gateway(worker) as unmoved,
@@ -217,6 +217,7 @@ async def test_status(workers: Any) -> None:
         }
         assert (up["state"], up["epoch"]) == ("UP", 1)
         assert 0 < time.monotonic() - up["monotonic"] < 30
+        assert abs(time.time() - up["unix"]) < 30
 
 
 async def test_metrics(workers: Any) -> None:

@@ -16,6 +16,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 from tests.integration.app.conftest import free_port, one_shell, run_gateway
 from tests.integration.app.fake_worker import MODEL, STREAM_HEAD, chunk, cuts, event, hangs, streams
+from tests.integration.app.generating import Story
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 PARENT = "b7ad6b7169203331"
@@ -222,3 +223,26 @@ async def test_without_an_endpoint_headers_pass_as_they_are(workers: Any) -> Non
     async with run_gateway(worker) as running:
         await running.client.post("/tokenize", json={}, headers={"traceparent": "as it is"})
     assert worker.calls[0].headers["traceparent"] == "as it is"
+
+
+async def test_attempts_at_one_answer_are_spans_that_are_linked(workers: Any) -> None:
+    one, two = await workers("pod-0", "pod-1")
+    story = Story()
+    one.will(story.told(cut=2))
+    two.default = story.told()
+    collector = Collector()
+    async with collector.running() as endpoint, run_gateway(one, two, otlp_endpoint=endpoint) as running:
+        assert (await running.chat(stream=True)).content == story.stream
+    request = next(span for span in collector.spans if span.kind == Span.SPAN_KIND_SERVER)
+    first, second = sorted(
+        (span for span in collector.spans if span.name == "attempt"), key=lambda span: span.start_time_unix_nano
+    )
+    assert {span.trace_id for span in collector.spans} == {request.trace_id}
+    assert first.parent_span_id == second.parent_span_id == request.span_id
+    assert not first.links
+    assert [link.span_id for link in second.links] == [first.span_id]
+    assert (attributes(first)["hotspare.worker"], attributes(second)["hotspare.worker"]) == ("pod-0", "pod-1")
+    assert attributes(first)["error.type"] == "connection closed"
+    assert request.start_time_unix_nano <= first.start_time_unix_nano <= first.end_time_unix_nano
+    assert first.end_time_unix_nano <= second.end_time_unix_nano <= request.end_time_unix_nano + 10_000_000
+    assert attributes(request)["hotspare.resumes"] == 1

@@ -12,9 +12,10 @@ from contextlib import contextmanager
 import pytest
 import uvloop
 
-from app.fleet.address import Address, parse_address
+from app.address import Address, parse_address
 from app.openai.errors import Header
-from app.relay.upstream import Break, UpstreamConnection, UpstreamError, UpstreamPool
+from app.upstream.connection import Break, UpstreamConnection, UpstreamError
+from app.upstream.pool import UpstreamPool
 from tests.integration.app.conftest import until
 from tests.integration.app.fake_worker import Behaviour, Call, FakeWorker
 
@@ -174,6 +175,9 @@ FILLER = [b"x-%d: %b\r\n" % (number, b"y" * 8000) for number in range(12)]
 INTERIM = b"HTTP/1.1 103 Early Hints\r\nlink: " + b"z" * 8000 + b"\r\n\r\n"
 
 
+INTERIMS = ("interim answers", "interim answers in one read", "interim answers in two reads", "small interim answers")
+
+
 @pytest.mark.parametrize(
     "pieces",
     [
@@ -181,9 +185,12 @@ INTERIM = b"HTTP/1.1 103 Early Hints\r\nlink: " + b"z" * 8000 + b"\r\n\r\n"
         [b"".join([START, *FILLER, b"\r\n{}"])],
         [START + b"x: ", *[b"y" * 8000] * 12, b"\r\n\r\n{}"],
         [*[INTERIM] * 12, START + b"\r\n{}"],
+        [b"".join([*[INTERIM] * 12, START + b"\r\n{}"])],
+        [INTERIM * 6, INTERIM * 6 + START + b"\r\n{}"],
+        [b"HTTP/1.1 100 \r\n\r\n" * 4000 + START + b"\r\n{}"],
         [b"HTTP/1.1 200 " + b"O" * 8000, *[b"K" * 8000] * 12, b"\r\ncontent-length: 2\r\n\r\n{}"],
     ],
-    ids=["header by header", "in one read", "one long header", "interim answers", "reason"],
+    ids=["header by header", "in one read", "one long header", *INTERIMS, "reason"],
 )
 async def test_a_head_that_is_too_long(pieces: list[bytes]) -> None:
     sink = await answer(*pieces)
@@ -196,6 +203,7 @@ async def test_a_head_that_is_too_long(pieces: list[bytes]) -> None:
         ([START, *FILLER[:7], b"\r\n{}"], b"{}"),
         ([START + FILLER[0], b"".join(FILLER[1:7]) + b"\r\n{}"], b"{}"),
         ([INTERIM, INTERIM, START + b"\r\n{}"], b"{}"),
+        ([INTERIM * 2 + START.replace(b": 2", b": 900000") + b"\r\n" + b"b" * 900_000], b"b" * 900_000),
         ([b"HTTP/1.1 200 OK\r\ncontent-length: 900000\r\n\r\n" + b"b" * 900_000], b"b" * 900_000),
         ([b"HTTP/1.1 200 OK\r\ncontent-length: 900000\r\n", b"\r\n" + b"b" * 900_000], b"b" * 900_000),
     ],
@@ -203,6 +211,7 @@ async def test_a_head_that_is_too_long(pieces: list[bytes]) -> None:
         "header by header",
         "two reads",
         "interim answers",
+        "interim answers and a body in one read",
         "a body in the same read",
         "a body in the read of its end",
     ],
@@ -211,6 +220,13 @@ async def test_a_long_head_or_a_long_body_is_fine(pieces: list[bytes], body: byt
     sink = await answer(*pieces)
     assert (sink.ended.result(), sink.status) == (None, 200)
     assert sink.body == body
+
+
+@pytest.mark.parametrize("version", [b"0.9", b"2.0", b"3.0"])
+@pytest.mark.parametrize("before", [b"", INTERIM], ids=["at once", "after an interim answer"])
+async def test_another_version_of_http(before: bytes, version: bytes) -> None:
+    sink = await answer(before + b"HTTP/%b 200 OK\r\ncontent-length: 2\r\n\r\n{}" % version)
+    assert (sink.ended.result(), sink.status, sink.body) == (Break.JUNK, 0, b"")
 
 
 async def test_trailers_are_no_headers() -> None:

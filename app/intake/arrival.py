@@ -9,16 +9,18 @@ for it.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
-import secrets
 import time
+from http import HTTPStatus
 from typing import TYPE_CHECKING
 
 from app.admission import AdmissionController, InflightToken
-from app.clients.content_coding import CODINGS, Decoding, coding_of, without_coding
-from app.clients.decoders import Decoder, Decoders
-from app.clients.uploads import Uploads
+from app.intake.accounts import Accounts
+from app.intake.content_coding import CODINGS, Decoding, coding_of, without_coding
+from app.intake.decoders import Decoder, Decoders
+from app.intake.request_ids import RequestIds
+from app.intake.uploads import Uploads
+from app.log_fields import fields
 from app.openai.errors import (
     GatewayError,
     Header,
@@ -27,26 +29,25 @@ from app.openai.errors import (
     unsupported_encoding,
     unsupported_media_type,
 )
-from app.openai.surface import RESUME_CONTENT_TYPE, RelayRoute
+from app.openai.surface import RelayRoute
 from app.relay.downstream import Downstream, send_error
-from app.relay.exchange import Exchange, Relay
+from app.relay.exchange import Exchange
 from app.relay.headers import client_request_id
+from app.relay.relay import Relay
 from app.relay.relayed import RelayRequest, Report
 from app.security.credentials import ApiKeys
-from app.telemetry.access_log import AccessLog
-from app.telemetry.logs import fields
-from app.telemetry.metrics import GatewayMetrics
+from workers.resume import RESUME_CONTENT_TYPE
 
 if TYPE_CHECKING:
     from app.telemetry.tracing import RequestSpan, Tracing
 
 logger = logging.getLogger(__name__)
 
+_RESUME = RESUME_CONTENT_TYPE.encode()
+
 INLINE_BYTES = 256 * 1024
 """So much of a compressed body is decoded on the event loop: about a millisecond's work."""
 _JUDGED = frozenset((b"content-type", b"content-encoding", b"content-length"))
-CLIENT_CLOSED_REQUEST = 499
-"""The status under which a request counts whose client left before its head was sent (nginx's convention)."""
 
 
 def check_headers(headers: list[Header], max_body_bytes: int) -> str:
@@ -63,8 +64,8 @@ def check_headers(headers: list[Header], max_body_bytes: int) -> str:
         if name == b"content-length":
             length = length or value
         elif name == b"content-type":
-            if RESUME_CONTENT_TYPE in value.lower():  # wherever: readers differ about doublets
-                raise unsupported_media_type(RESUME_CONTENT_TYPE.decode())
+            if _RESUME in value.lower():  # wherever: readers differ about doublets
+                raise unsupported_media_type(RESUME_CONTENT_TYPE)
         elif coding := coding_of(value):
             codings.append(coding)
     if len(codings) > 1:
@@ -75,17 +76,6 @@ def check_headers(headers: list[Header], max_body_bytes: int) -> str:
     return codings[0] if codings else ""
 
 
-class RequestIds:
-    """Ids that the gateway makes: unique across restarts and gateways."""
-
-    def __init__(self) -> None:
-        self._prefix = secrets.token_hex(8).encode()
-        self._numbers = itertools.count(1)
-
-    def new(self) -> bytes:
-        return b"%b-%x" % (self._prefix, next(self._numbers))
-
-
 class Intake:
     """The way in, shared by all shells."""
 
@@ -94,22 +84,20 @@ class Intake:
         *,
         admission: AdmissionController,
         relay: Relay,
-        metrics: GatewayMetrics,
+        accounts: Accounts,
         ids: RequestIds,
         uploads: Uploads,
         decoders: Decoders,
         max_body_bytes: int,
         keys: ApiKeys | None = None,
-        access_log: AccessLog | None = None,
         tracing: Tracing | None = None,
     ) -> None:
         """Without ``keys`` every client may."""
         self.keys = keys
         self.admission = admission
         self.relay = relay
-        self.metrics = metrics
+        self.accounts = accounts
         self.ids = ids
-        self.access_log = access_log
         self.tracing = tracing
         self.max_body_bytes = max_body_bytes
         self.uploads = uploads
@@ -168,10 +156,12 @@ class Arrival:
         """Take the request, or answer why not."""
         try:
             if self._intake.keys is not None:
-                self._intake.keys.check(self._headers)
+                self._intake.keys.check(self._headers, self._downstream.client)
             self._token = self._intake.admission.admit()
             self._coding = check_headers(self._headers, self._intake.max_body_bytes)
         except GatewayError as error:
+            if error.status == HTTPStatus.UNAUTHORIZED:
+                self._report.client = self._downstream.client()
             self.refuse(error)
         except Exception:
             self._failed()
@@ -220,13 +210,12 @@ class Arrival:
                 route,
                 self._target,
                 self._headers,
-                body,
                 report.model,
                 stream and route.streams,
                 self._request_id,
                 self._gateway_id,
             )
-            exchange = self._intake.relay.start(request, self._downstream, report, self._settle)
+            exchange = self._intake.relay.start(request, body, self._downstream, report, self._settle)
             self._exchange = None if exchange.ended else exchange
         except GatewayError as error:
             self._answer(error)
@@ -280,51 +269,4 @@ class Arrival:
         token, self._token = self._token, None
         if token is not None:
             token.release()
-        account(self._intake, self._route, self._request_id, self._report, self._started, self._span)
-
-
-def account(
-    intake: Intake,
-    route: RelayRoute,
-    request_id: bytes,
-    report: Report,
-    started: float,
-    span: RequestSpan | None = None,
-) -> None:
-    """Metrics and access line of a request that is over. ``started`` is ``time.monotonic()`` seconds."""
-    seconds = time.monotonic() - started
-    first = report.first_byte_at - started if report.first_byte_at else None
-    status = report.status or CLIENT_CLOSED_REQUEST
-    known = report.model if intake.relay.registry.knows(report.model) else ""
-    intake.metrics.request(
-        route=route.name,
-        model=known,
-        status=status,
-        seconds=seconds,
-        first_token_seconds=first if report.streamed else None,
-        inter_token_seconds=report.event_seconds,
-    )
-    error = report.error
-    if report.waited:
-        intake.metrics.waited(report.waited)
-    if error is not None and error.refusal:
-        intake.metrics.refused(error.refusal)
-    if report.retries or report.disconnected or error is not None:
-        intake.metrics.trouble(
-            route=route.name,
-            retries=report.retries,
-            disconnected=report.disconnected,
-            error_code="" if error is None else error.code,
-        )
-    if intake.access_log is not None:
-        intake.access_log.log(
-            route,
-            model=known,
-            status=status,
-            seconds=seconds,
-            first_seconds=first,
-            request_id=request_id,
-            report=report,
-        )
-    if span is not None:
-        span.end(model=known, status=status, first_seconds=first, request_id=request_id, report=report)
+        self._intake.accounts.close(self._route, self._request_id, self._report, self._started, self._span)

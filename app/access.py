@@ -69,7 +69,8 @@ class Access:
             filed = self._filed()
             keys.replace(self._given + filed)
             if not filed:  # taken at its word, but seldom meant
-                logger.warning("%s holds no key any more", self._keys_file)
+                kept = "only those of api_keys are let in" if self._given else "every request is refused with 401"
+                logger.warning("%s holds no key any more: %s", self._keys_file, kept)
             return f"{len(keys)} API {'key is' if len(keys) == 1 else 'keys are'} known now"
 
         self._files.append((watched, reload))
@@ -78,9 +79,11 @@ class Access:
     def _known(self, keys: tuple[str, ...]) -> ApiKeys:
         return ApiKeys(keys, salt=secrets.token_bytes(32), on_unknown=self._tell_unknown)
 
-    def _tell_unknown(self) -> None:
+    def _tell_unknown(self, client: str) -> None:
         if number := self._refused.refused(now=time.monotonic()):
-            logger.info("%d request%s with a wrong API key refused", number, "" if number == 1 else "s")
+            many = "" if number == 1 else "s"
+            last = "the last one " if number > 1 else ""
+            logger.info("%d request%s with a wrong API key refused, %sfrom %s", number, many, last, client or "nowhere")
 
     def _filed(self) -> tuple[str, ...]:
         if self._keys_file is None:

@@ -12,8 +12,8 @@ from functools import partial
 from types import TracebackType
 from typing import Final, Self
 
-from app.clients.content_coding import Decoding
 from app.each import each
+from app.intake.content_coding import Decoding
 from app.openai.errors import GatewayError, body_not_decoded
 
 THREADS: Final = 2

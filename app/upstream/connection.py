@@ -1,9 +1,9 @@
-"""The gateway's HTTP/1.1 client: streaming, pooled per replica, made for relaying.
+"""A connection to a worker: the gateway's HTTP/1.1 client, streaming, made for relaying.
 
-One :class:`UpstreamConnection` carries one request at a time and tells its :class:`UpstreamSink` what comes back: the
-head once, then *one call per read* of the socket, however many chunks it held (a call per chunk costs more than twice
-as much at the other end). When the connection breaks under a request, the pool's owner is told first and the sink
-second, both synchronously: that is how the gateway knows of a worker's death before its watch does.
+It carries one request at a time and tells its :class:`UpstreamSink` what comes back: the head once, then *one call per
+read* of the socket, however many chunks it held (a call per chunk costs more than twice as much at the other end). When
+it breaks under a request, the pool's owner is told first and the sink second, both synchronously: that is how the
+gateway knows of a worker's death before its watch does.
 
 Answers framed by the end of the connection are not supported: workers frame theirs, and an EOF always means a break.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import time
 from collections.abc import Callable
 from enum import StrEnum
@@ -19,23 +20,23 @@ from typing import Protocol, cast
 
 import httptools
 
-from app.fleet.address import Address
 from app.openai.errors import Header
 
 logger = logging.getLogger(__name__)
-
-IDLE_SECONDS = 4.0
-"""Idle connections older than this are not used again; servers commonly close theirs after 5 s."""
 
 STALE_SECONDS = 0.05
 """A reused connection that ends this soon after a request was written, without a byte of answer, was being closed by
 the worker as idle: that says nothing about the worker's health."""
 
-DOWN_GRACE_SECONDS = 0.1
-"""When a replica is gone, streams still have this long to deliver what is in their socket buffers."""
+RECEIVE_BUFFER_BYTES = 64 * 1024
+"""What the kernel takes in of an answer ahead of us (Linux doubles it for its own accounts). It bounds a single read,
+and with it what a client that stops reading holds here, over TLS several times: plain, encrypted, not yet written."""
 
 MAX_HEAD_BYTES = 64 * 1024
 """Of an answer's head, its interim responses included."""
+
+_LEAST_HEAD_BYTES = len(b"HTTP/1.1 100 \r\n\r\n")
+_VERSIONS = ("1.1", "1.0")
 
 MAX_FRAMING_BYTES = 64 * 1024
 """What may come after a head without a byte of the body: what frames it, and the trailers, which are dropped."""
@@ -51,6 +52,8 @@ class Break(StrEnum):
     EOF = "connection closed"
     RESET = "connection reset"
     JUNK = "not HTTP"
+    OURS = "an error of the gateway"
+    """The sink raised."""
 
 
 class UpstreamError(Exception):
@@ -76,7 +79,7 @@ class UpstreamSink(Protocol):
 
 
 class UpstreamConnection(asyncio.Protocol):
-    """One connection to a worker. Built by :class:`UpstreamPool`."""
+    """One connection to a worker. Built by a ``pool``."""
 
     __slots__ = (
         "_chunks",
@@ -87,6 +90,7 @@ class UpstreamConnection(asyncio.Protocol):
         "_head_complete",
         "_headers",
         "_interim",
+        "_interim_bytes",
         "_on_break",
         "_on_idle",
         "_on_lost",
@@ -152,7 +156,7 @@ class UpstreamConnection(asyncio.Protocol):
             self._parser = httptools.HttpResponseParser(self)
         self._headers: list[Header] = []
         self._chunks: list[bytes] = []
-        self._head_bytes = self._framing_bytes = 0
+        self._head_bytes = self._interim_bytes = self._framing_bytes = 0
         self._done = self._fresh_head = self._head_complete = self._interim = self._spoke = False
         self._sent_at = time.monotonic()
         self._transport.write(data)
@@ -183,6 +187,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER_BYTES)
 
     def data_received(self, data: bytes) -> None:
         sink, parser = self._sink, self._parser
@@ -196,7 +201,7 @@ class UpstreamConnection(asyncio.Protocol):
             self._break(Break.JUNK)
             return
         if self._parser is None:
-            self._break(Break.JUNK)  # bytes after the end of the answer
+            self._break(Break.JUNK)  # bytes after the end of the answer, or another version of HTTP
             return
         if not self._head_complete and self._head_is_too_large(len(data)):
             self._break(Break.JUNK)
@@ -227,10 +232,10 @@ class UpstreamConnection(asyncio.Protocol):
             self._sink_failed(sink)
 
     def _sink_failed(self, sink: UpstreamSink) -> None:
-        """A bug at the other side of an answer: it ends, as a break, and its request with it."""
+        """A bug at the other side of an answer: it ends, and is no break of the worker's."""
         logger.exception("an answer could not be taken")
         self.abort()
-        sink.lost(UpstreamError(Break.RESET))
+        sink.lost(UpstreamError(Break.OURS))
 
     def _head_is_too_large(self, size: int) -> bool:
         if not self._fresh_head:
@@ -238,7 +243,7 @@ class UpstreamConnection(asyncio.Protocol):
             return self._head_bytes > MAX_HEAD_BYTES
         if self._head_bytes + size <= MAX_HEAD_BYTES:
             return False
-        return sum(len(name) + len(value) for name, value in self._headers) > MAX_HEAD_BYTES  # much more was read
+        return self._interim_bytes + _size(self._headers) > MAX_HEAD_BYTES  # much more was read
 
     def _is_too_much_framing(self, size: int) -> bool:
         """The parser joins a trailer's pieces one by one, so that an endless one would cost more with each read."""
@@ -287,7 +292,13 @@ class UpstreamConnection(asyncio.Protocol):
             self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
-        self._interim = self._parser is not None and self._parser.get_status_code() < 200
+        parser = self._parser
+        if parser is None:
+            return
+        if parser.get_http_version() not in _VERSIONS:
+            self._parser = None
+            return
+        self._interim = parser.get_status_code() < 200
         self._fresh_head = not self._interim
 
     def on_body(self, data: bytes) -> None:
@@ -300,141 +311,12 @@ class UpstreamConnection(asyncio.Protocol):
     def on_message_complete(self) -> None:
         if self._interim:
             self._interim = False
+            self._interim_bytes += _LEAST_HEAD_BYTES + _size(self._headers)
             self._headers = []
         elif self._parser is not None:
             self._done = True
             self._reusable = self._parser.should_keep_alive()  # only known here: the parser forgets it afterwards
 
 
-class UpstreamPool:
-    """The connections to one replica: one (worker, instance, epoch) at one address.
-
-    ``on_break`` is called when a connection breaks under a request, before that request hears of it.
-    """
-
-    def __init__(self, address: Address, *, connect_timeout: float, on_break: Callable[[], None]) -> None:
-        self._address = address
-        self.host_header = str(address).encode("ascii", "replace")
-        self._connect_timeout = connect_timeout
-        self._on_break = on_break
-        self._idle: dict[UpstreamConnection, None] = {}
-        self._all: set[UpstreamConnection] = set()
-        self._opening: set[asyncio.Task[None]] = set()
-        self._retired = False
-        self._on_finished: Callable[[], None] | None = None
-
-    @property
-    def address(self) -> Address:
-        return self._address
-
-    def give_back(self, connection: UpstreamConnection) -> None:
-        """Keep a connection that nobody wants after all, if it is any good."""
-        if connection.usable and not connection.busy:
-            connection.idle_since = time.monotonic()
-            self._keep(connection)
-        else:
-            connection.abort()
-
-    def take(self) -> UpstreamConnection | None:
-        """An idle connection, the most recently used one, or ``None``."""
-        oldest = time.monotonic() - IDLE_SECONDS
-        while self._idle:
-            connection, _ = self._idle.popitem()
-            if connection.idle_since >= oldest and connection.usable:
-                return connection
-            connection.abort()
-        return None
-
-    def open(self) -> asyncio.Future[UpstreamConnection]:
-        """A new connection, or :class:`UpstreamError` within the connect timeout.
-
-        If whoever asked has gone when it is there, it is kept for the next one.
-        """
-        future: asyncio.Future[UpstreamConnection] = asyncio.get_running_loop().create_future()
-        task = asyncio.create_task(self._open(future))
-        self._opening.add(task)
-        task.add_done_callback(self._opening.discard)
-        return future
-
-    @property
-    def busy(self) -> bool:
-        """Whether a request has a connection, or is about to."""
-        return bool(self._all)
-
-    def finish(self, on_finished: Callable[[], None]) -> None:
-        """No more requests: drop idle connections now, each of the others after its answer. ``on_finished`` is called
-        after the last one."""
-        self._retired = True
-        self._on_finished = on_finished
-        for connection in list(self._idle):
-            connection.abort()
-
-    def retire(self) -> None:
-        """The replica is gone: drop idle connections now, and the others once they had time to deliver the rest."""
-        self._retired = True
-        for connection in list(self._all):
-            if not connection.busy:
-                connection.abort()
-        if self._all:
-            asyncio.get_running_loop().call_later(DOWN_GRACE_SECONDS, self._abort_silent)
-
-    def close(self) -> None:
-        """Drop everything at once."""
-        self._retired = True
-        for task in list(self._opening):
-            task.cancel()
-        for connection in list(self._all):
-            connection.abort()
-
-    def _abort_silent(self) -> None:
-        for connection in list(self._all):
-            # A paused one has bytes of its own to deliver when its client is ready; it will read its EOF after them.
-            if not connection.paused:
-                connection.lose()
-
-    def _connection(self) -> UpstreamConnection:
-        connection = UpstreamConnection(on_idle=self._keep, on_break=self._on_break, on_lost=self._forget)
-        self._all.add(connection)
-        return connection
-
-    def _forget(self, connection: UpstreamConnection) -> None:
-        self._all.discard(connection)
-        self._idle.pop(connection, None)
-        if self._on_finished is not None and not self._all:
-            self._on_finished()
-
-    def _keep(self, connection: UpstreamConnection) -> None:
-        if self._retired:
-            connection.abort()
-        else:
-            self._idle[connection] = None
-
-    async def _open(self, future: asyncio.Future[UpstreamConnection]) -> None:
-        loop = asyncio.get_running_loop()
-        connection = self._connection()
-        error = UpstreamError(Break.REFUSED)
-        opened = False
-        try:
-            async with asyncio.timeout(self._connect_timeout):
-                await loop.create_connection(lambda: connection, self._address.host, self._address.port)
-            opened = True
-        except TimeoutError:
-            error = UpstreamError(Break.CONNECT_TIMEOUT)
-        except OSError:
-            pass
-        finally:
-            if not opened:
-                self._forget(connection)
-                connection.abort()
-            if not opened and not future.done():
-                future.set_exception(error)
-        if not opened:
-            return
-        if self._retired:  # whoever answers at this address now is another one
-            connection.abort()
-            if not future.done():
-                future.set_exception(UpstreamError(Break.REFUSED))
-        elif not future.done():
-            future.set_result(connection)
-        else:
-            self.give_back(connection)
+def _size(headers: list[Header]) -> int:
+    return sum(len(name) + len(value) for name, value in headers)

@@ -1,0 +1,1 @@
+"""The way in: from a request as it arrived to the relay, and its accounts when it is over."""

@@ -1,0 +1,1 @@
+"""The gateway's side of its connections to workers."""
