@@ -18,7 +18,7 @@ from app.cli.status import look
 from tests.support.processes import MS, Process, gone, until
 
 ROOT = Path(__file__).parents[2]
-DEADLINE_SECONDS = 20_000 * MS
+DEADLINE_SECONDS = 45_000 * MS
 UP = ("up", "--engine", "sim", "--port", "0", "--base-port", "0")
 
 

@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 import pytest
 
-from app.openai.errors import worker_lost
+from app.openai.errors import request_kills_worker, unknown_api_key, worker_lost
 from app.openai.surface import RELAY_ROUTES
-from app.relay.relayed import Report
+from app.relay.relayed import Report, Try
 from app.telemetry.access_log import AccessLog
 
 CHAT = RELAY_ROUTES["/v1/chat/completions"]
@@ -42,7 +42,7 @@ def test_json() -> None:
     assert document == {
         "time": "2026-03-01T12:00:00.005Z",
         "level": "info",
-        "logger": "app.access",
+        "logger": "app.access_log",
         "message": "/v1/chat/completions 200",
         "route": "chat",
         "model": "m",
@@ -68,6 +68,14 @@ def test_json_of_a_request_that_reached_nobody() -> None:
     document = json.loads(Written("json").line(Report(), model="", status=404, first_seconds=None))
     assert {"model", "first_ms", "worker", "epoch", "events", "error"}.isdisjoint(document)
     assert (document["status"], document["bytes"]) == (404, 0)
+
+
+def test_the_client_of_a_refused_key() -> None:
+    report = Report(error=unknown_api_key(), client="2001:db8::1")
+    document = json.loads(Written("json").line(report, model="", status=401))
+    assert (document["error"], document["client"]) == ("invalid_api_key", "2001:db8::1")
+    assert "retryable=false client=2001:db8::1 request_id=r-1\n" in Written("console").line(report, status=401)
+    assert "client" not in json.loads(Written("json").line(streamed(retries=1)))
 
 
 def test_console() -> None:
@@ -103,3 +111,32 @@ def test_which_process_of_several() -> None:
     log = AccessLog(lines.append, "console", clock=lambda: NOW, with_pid=True)
     log.log(CHAT, model="m", status=200, seconds=0.5, first_seconds=None, request_id=b"r-1", report=Report())
     assert lines[0].endswith(b" request_id=r-1 pid=%d\n" % os.getpid())
+
+
+TRIES = (Try("pod-0", 3, 0.0, 1.0, "connection closed"), Try("pod 1", 1, 1.0, 2.0, "connection reset"))
+
+
+def test_each_attempt_is_named() -> None:
+    report = streamed(retries=1, resumes=2, tries=TRIES, attempts=3, worker="pod-0", epoch=4)
+    document = json.loads(Written("json").line(report))
+    assert (document["retries"], document["resumes"]) == (1, 2)
+    assert document["attempts"] == "pod-0#3,pod 1#1,pod-0#4"
+    assert ' retries=1 resumes=2 attempts="pod-0#3,pod 1#1,pod-0#4" ' in Written("console").line(report)
+
+
+def test_why_it_was_lost_and_what_is_only_repeated() -> None:
+    report = streamed(tries=TRIES, attempts=2, error=worker_lost("x"), lost="engine:several_generations")
+    assert json.loads(Written("json").line(report))["lost"] == "engine:several_generations"
+    assert " lost=engine:several_generations error=worker_lost " in Written("console").line(report)
+    repeated = Report(error=request_kills_worker(repeated=True), repeated=True)
+    document = json.loads(Written("json").line(repeated, status=500))
+    assert (document["repeated"], document["error"]) == (True, "request_kills_worker")
+    assert "lost" not in document
+    assert "repeated" not in json.loads(Written("json").line(report))
+
+
+def test_a_last_attempt_that_broke_is_named_once_and_an_only_one_not_at_all() -> None:
+    report = streamed(tries=TRIES, attempts=2, error=worker_lost("x"))
+    assert json.loads(Written("json").line(report))["attempts"] == "pod-0#3,pod 1#1"
+    report = streamed(tries=TRIES[:1], attempts=1, error=worker_lost("x"))
+    assert "attempts" not in json.loads(Written("json").line(report))

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.fleet.address import Address, parse_address, parse_addresses
+from app.address import Address, parse_address, parse_addresses
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ def test_all_of_them_exist_and_none_is_imported_before_the_server_starts() -> No
     for name in compiled.MODULES:
         assert (compiled.ROOT / f"{name.replace('.', '/')}.py").is_file(), name
     program = (
-        "import sys, app.__main__, app.processes.child, app.telemetry.logs; from app import compiled; "
+        "import sys, app.__main__, app.start, app.child, app.telemetry.logs; from app import compiled; "
         "print([name for name in compiled.MODULES if name in sys.modules])"
     )
     said = subprocess.run(

@@ -14,7 +14,7 @@ from backports import zstd
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.clients.content_coding import CODINGS, MAX_PARTS, Decoding, coding_of, without_coding
+from app.intake.content_coding import CODINGS, MAX_PARTS, Decoding, coding_of, without_coding
 from app.openai.errors import GatewayError
 
 LIMIT = 1 << 20

@@ -99,16 +99,31 @@ def test_no_key_is_kept_as_it_is() -> None:
     assert not any("alpha" in repr(getattr(keys, name)) for name in ApiKeys.__slots__)
 
 
+def nobody() -> str:
+    raise AssertionError("nobody asked for a client's address")
+
+
 def test_refusals() -> None:
     keys = ApiKeys(["alpha"], salt=SALT)
-    keys.check([(b"x-api-key", b"wrong"), (b"authorization", b"Bearer alpha")])
-    keys.check_websocket([(b"sec-websocket-protocol", b"realtime, openai-insecure-api-key.alpha")])
+    keys.check([(b"x-api-key", b"wrong"), (b"authorization", b"Bearer alpha")], nobody)
+    keys.check_websocket([(b"sec-websocket-protocol", b"realtime, openai-insecure-api-key.alpha")], nobody)
     for headers, said in (([], "needs an API key"), ([(b"x-api-key", b"my-wrong-key")], "not one that")):
         with pytest.raises(GatewayError, match=said) as caught:
-            keys.check(headers)
+            keys.check(headers, lambda: "192.0.2.7")
         error = caught.value
         assert (error.status, error.code, error.fault, error.retryable) == (401, "invalid_api_key", "client", False)
         assert (b"www-authenticate", b"Bearer") in error.headers
         assert b"my-wrong-key" not in error.body
     with pytest.raises(GatewayError):  # over HTTP a subprotocol is nothing
-        keys.check([(b"sec-websocket-protocol", b"openai-insecure-api-key.alpha")])
+        keys.check([(b"sec-websocket-protocol", b"openai-insecure-api-key.alpha")], lambda: "192.0.2.7")
+
+
+def test_who_shows_a_wrong_key_is_told() -> None:
+    told: list[str] = []
+    keys = ApiKeys(["alpha"], salt=SALT, on_unknown=told.append)
+    for headers in ([], [(b"x-api-key", b"wrong")]):
+        with pytest.raises(GatewayError):
+            keys.check(headers, lambda: "192.0.2.7")
+    with pytest.raises(GatewayError):
+        keys.check_websocket([(b"sec-websocket-protocol", b"openai-insecure-api-key.a")], lambda: "::1")
+    assert told == ["192.0.2.7", "::1"]

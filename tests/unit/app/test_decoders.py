@@ -8,9 +8,9 @@ import zlib
 
 import pytest
 
-from app.clients import decoders as module
-from app.clients.content_coding import Decoding
-from app.clients.decoders import THREADS, Decoders
+from app.intake import decoders as module
+from app.intake.content_coding import Decoding
+from app.intake.decoders import THREADS, Decoders
 from app.openai.errors import GatewayError, drain_overran
 
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from app.address import Address
 from app.discovery import sources
 from app.discovery.findings import MAX_ADDRESSES, Failed, Finding, Found, Outcome, Picture, one_family
 from app.discovery.hostfile import MAX_FILE_BYTES, read_addresses
 from app.discovery.sources import DnsSource, FileSource, Source
-from app.fleet.address import Address
 
 A, B = Address("a", 1), Address("b", 2)
 

@@ -7,8 +7,8 @@ import pytest
 
 from app import drain as module
 from app.admission import AdmissionController, InflightToken
-from app.clients.uploads import LEAST_BYTES, Uploads
 from app.drain import Drain, DrainProgress, DrainStage
+from app.intake.uploads import LEAST_BYTES, Uploads
 from app.lifecycle import LifecycleMachine
 from app.openai.errors import GatewayError
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from app.address import Address
 from app.discovery.endpoints import BadAnswer, Expired, ServicePort, Slices, parse_service_port, retry_delay
 from app.discovery.findings import Failed, Found
-from app.fleet.address import Address
 
 
 def piece(name: str, *hosts: str, family: str = "IPv4", ports: Any = "usual", version: str = "1") -> dict[str, Any]:

@@ -6,6 +6,7 @@ import pytest
 
 from app.openai import errors
 from app.openai.errors import GatewayError
+from app.openai.worker_answers import from_worker, has_envelope
 
 RETRY = {b"retry-after": b"3", b"retry-after-ms": b"2010"}
 """After 2.01 s."""
@@ -34,7 +35,13 @@ CASES: list[tuple[GatewayError, int, str, dict[bytes, bytes]]] = [
     (errors.invalid_encoding("gzip", "why"), 400, "invalid_content_encoding", {}),
     (errors.body_stalled(4, 5), 408, "request_timeout", {b"connection": b"close"}),
     (errors.worker_lost("why"), 502, "worker_lost", {}),
+    (errors.worker_lost("why", lost=4), 502, "worker_lost", {}),
+    (errors.not_taken_up(60, full=True), 503, "no_worker", {}),
+    (errors.request_kills_worker(), 500, "request_kills_worker", {b"x-should-retry": b"false"}),
+    (errors.request_kills_worker(delivered=True), 500, "request_kills_worker", {b"x-should-retry": b"false"}),
+    (errors.request_kills_worker(repeated=True), 500, "request_kills_worker", {b"x-should-retry": b"false"}),
     (errors.bad_answer("why"), 502, "bad_answer", {}),
+    (errors.unusable_answer("why"), 502, "bad_answer", {}),
     (errors.not_found("/x"), 404, "not_found", {}),
     (errors.method_not_allowed("PUT", "/x", ["GET"]), 405, "method_not_allowed", {b"allow": b"GET"}),
     (errors.malformed_request(), 400, "malformed_request", {b"connection": b"close"}),
@@ -63,7 +70,7 @@ def test_each_error(error: GatewayError, status: int, code: str, headers: dict[b
     assert document["error"]["message"]
     assert document["error"]["type"] in ("invalid_request_error", "server_error", "rate_limit_error")
     assert error.fault == ("client" if status < 500 else error.fault)
-    assert errors.has_envelope(error.body)
+    assert has_envelope(error.body)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +89,7 @@ def test_each_error(error: GatewayError, status: int, code: str, headers: dict[b
     ],
 )
 def test_has_envelope(body: bytes, expected: bool) -> None:
-    assert errors.has_envelope(body) is expected
+    assert has_envelope(body) is expected
 
 
 @pytest.mark.parametrize(
@@ -97,4 +104,4 @@ def test_has_envelope(body: bytes, expected: bool) -> None:
     ],
 )
 def test_what_a_worker_said_without_an_envelope(status: int, body: bytes, model: str, said: str) -> None:
-    assert errors.from_worker(status, body, model=model, path="/v1/embeddings").message == said
+    assert from_worker(status, body, model=model, path="/v1/embeddings").message == said

@@ -25,11 +25,6 @@ def test_gauges_go_by_the_table_and_else_by_their_largest() -> None:
     assert values(merged) == {("s", "a"): 6, ("m", "a"): 1, ("x", "a"): 3, ("other", "a"): 3}
 
 
-def test_times_of_creation_do_not_add_up() -> None:
-    one, other = (Family("c", "W.", "counter", (Sample("c_created", (), value),)) for value in (10.0, 5.0))
-    assert values(merge(([one], [other]), {})) == {("c_created", ""): 5}
-
-
 def test_what_holds_after_the_end() -> None:
     both = (family("counter", "c", a=1), family("gauge", "g", a=1), family("histogram", "h", a=1))
     assert [f.name for f in counting(both)] == ["c", "h"]

@@ -8,7 +8,7 @@ from app.relay.headers import client_request_id, downstream_headers, stream_head
 
 
 def upstream(*headers: tuple[bytes, bytes]) -> list[bytes]:
-    lines = upstream_headers(list(headers), length=3, client_id=b"c-1", gateway_id=b"g-1", streaming=False)
+    lines = upstream_headers(list(headers), length=3, client_id=b"c-1", gateway_id=b"g-1", notes=False)
     assert lines.endswith(b"\r\n")
     return lines[:-2].split(b"\r\n")
 
@@ -115,10 +115,21 @@ def test_a_stream_is_neither_cached_nor_buffered() -> None:
 
 
 def test_token_notes_are_asked_for_where_a_stream_is() -> None:
-    lines = upstream_headers([], length=0, client_id=b"c", gateway_id=b"g", streaming=True)
+    lines = upstream_headers([], length=0, client_id=b"c", gateway_id=b"g", notes=True)
     assert lines.endswith(b"x-hotspare-stream: 1\r\n")
 
 
 def test_a_workers_cookies_are_not_passed_on() -> None:
     kept = downstream_headers([(b"set-cookie", b"a=b"), (b"x-kept", b"1")], request_id=b"r")
     assert kept == [(b"x-kept", b"1"), (b"x-request-id", b"r")]
+
+
+def test_a_resume_has_a_content_type_of_its_own() -> None:
+    headers = [(b"content-type", b"application/json"), (b"accept", b"*/*"), (b"x-content-type", b"x")]
+    lines = upstream_headers(
+        headers, length=9, client_id=b"c", gateway_id=b"g", notes=True, content_type=b"application/vnd.hotspare.resume"
+    )
+    assert lines.count(b"content-type: ") == 2
+    assert b"\r\ncontent-type: application/vnd.hotspare.resume\r\n" in lines
+    assert b"application/json" not in lines
+    assert b"accept: */*\r\n" in lines

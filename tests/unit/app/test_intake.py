@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from app.intake import RequestIds, check_headers
+from app.intake.arrival import check_headers
+from app.intake.request_ids import RequestIds
 from app.openai.errors import GatewayError
 
 

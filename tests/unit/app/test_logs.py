@@ -4,7 +4,8 @@ import json
 import logging
 import sys
 
-from app.telemetry.logs import ConsoleFormatter, JsonFormatter, Seldom, fields
+from app.log_fields import fields
+from app.telemetry.logs import ConsoleFormatter, JsonFormatter, Seldom
 
 
 def record(message: str, **values: object) -> logging.LogRecord:

@@ -16,7 +16,7 @@ from app.telemetry.metrics import GAUGE_MERGE, GatewayMetrics
 
 UNITS = (
     "seconds|bytes|info|requests|sessions|retries|disconnects|errors|lifecycle|fds|dropped|state|stage|epoch|routable|"
-    "up|workers|spans|connections"
+    "up|workers|spans|connections|resumes|tokens|refusals"
 )
 BASE_UNITS = re.compile(rf"_({UNITS})$")
 
@@ -84,6 +84,7 @@ async def test_a_drain_is_seen() -> None:
         lifecycle=Lifecycle.DRAINING,
         inflight=2,
         queued=1,
+        kept_bytes=77,
         drain_stage=DrainStage.WAITING,
         drain_remaining=1.5,
         log_lines_dropped=4,
@@ -92,6 +93,7 @@ async def test_a_drain_is_seen() -> None:
     )
     said = await text(metrics)
     assert "hotspare_queued_requests 1.0" in said
+    assert "hotspare_resume_kept_bytes 77.0" in said
     assert 'hotspare_lifecycle{state="draining"} 1.0' in said
     assert 'hotspare_lifecycle{state="ready"} 0.0' in said
     assert "hotspare_drain_cut_requests_total 3.0" in said

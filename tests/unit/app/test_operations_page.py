@@ -19,7 +19,11 @@ ROW = re.compile(r"^\| (`[^|]+`) \| ([^|]+) \| ([^|]+) \| (yes|no) \| ([^|]+) \|
 CODE = re.compile(r"`([a-z_]+)`")
 NAME = re.compile(r"\bhotspare_[a-z_]+[a-z]\b")
 SUFFIX = re.compile(r"_(total|bucket|sum|count)$")
-SOURCES = [ROOT / folder / "metrics.py" for folder in ("app/telemetry", "workers", "gms")]
+SOURCES = [
+    *(ROOT / folder / "metrics.py" for folder in ("app/telemetry", "workers", "gms")),
+    ROOT / "app/telemetry/tallies.py",
+    ROOT / "app/telemetry/interruptions.py",
+]
 
 
 def calls(name: str) -> Iterator[ast.Call]:
@@ -79,3 +83,23 @@ def test_the_docs_name_no_metric_that_is_not_there() -> None:
     named = set(NAME.findall(OPERATIONS + METRICS + REALTIME))
     assert len(named) > 40
     assert {name for name in named if SUFFIX.sub("", name) not in known} - {"hotspare_client_disconnects"} == set()
+
+
+def test_every_metric_of_engines_and_of_the_memory_service_has_a_row() -> None:
+    """With its labels. Families that are made at each scrape are found in the source."""
+    for source in ("workers/metrics.py", "gms/metrics.py"):
+        found = 0
+        for node in ast.walk(ast.parse((ROOT / source).read_text())):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or not node.args:
+                continue
+            name = node.args[0]
+            if not isinstance(name, ast.Constant) or not str(name.value).startswith("hotspare_"):
+                continue
+            found += 1
+            row = re.search(rf"^\| `{name.value}` \|([^|]*)\| [^|]+ \|$", METRICS, re.MULTILINE)
+            assert row, f"{name.value} has no row in docs/metrics.md"
+            lists = [item for item in (*node.args, *(key.value for key in node.keywords)) if isinstance(item, ast.List)]
+            labels = [part.value for items in lists for part in items.elts if isinstance(part, ast.Constant)]
+            said = [part.strip() for part in re.sub(r"\([^)]*\)", "", row[1]).split(",") if part.strip()]
+            assert said == labels, name.value
+        assert found > 5, source

@@ -53,6 +53,12 @@ def test_what_is_no_json_object(body: bytes) -> None:
     assert (caught.value.status, caught.value.code) == (400, "invalid_json")
 
 
+@pytest.mark.parametrize("body", [b"", b" \n"])
+def test_an_empty_body_is_called_so(body: bytes) -> None:
+    with pytest.raises(GatewayError, match="it is empty"):
+        read_json(body)
+
+
 TEXT = st.text(max_size=10)
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**60), 2**60) | TEXT,

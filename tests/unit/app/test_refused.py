@@ -39,6 +39,12 @@ def test_state_is_refused(path: str) -> None:
         ("/realtime", "did you mean /v1/realtime?"),
         ("/v1/v1/embeddings", "did you mean /v1/embeddings?"),
         ("/v1/threads/t/runs", "not threads."),
+        ("/", "/docs describes it."),
+        ("/v1/chat/completions/", "did you mean /v1/chat/completions?"),
+        ("/v1/chat/completion", "did you mean /v1/chat/completions?"),
+        ("/v1/chats/completions", "did you mean /v1/chat/completions?"),
+        ("/v1/Embedding/", "did you mean /v1/embeddings?"),
+        ("/v1/model", "did you mean /v1/models?"),
     ],
 )
 def test_what_is_not_offered_is_named(path: str, said: str) -> None:
@@ -49,7 +55,7 @@ def test_what_is_not_offered_is_named(path: str, said: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["/", "/v1", "/v1/", "/v1/filesystem", "/files", "/v1/chat/completions/batch", "/sleep", "/v1/v1/x"]
+    "path", ["/v1", "/v1/", "/v1/filesystem", "/files", "/v1/chat/completions/batch", "/sleep", "/v1/v1/x"]
 )
 def test_of_the_rest_there_is_nothing_to_say(path: str) -> None:
     assert refusal(path) is None

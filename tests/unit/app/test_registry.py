@@ -9,9 +9,11 @@ from typing import cast
 import msgspec
 import pytest
 
-from app.fleet.address import Address
+from app.address import Address
+from app.fleet.deaths import Fate
 from app.fleet.liveness import ReplicaKey, WorkerState
-from app.fleet.registry import HISTORY_LENGTH, WorkerRegistry
+from app.fleet.registry import WorkerRegistry
+from app.fleet.replica import HISTORY_LENGTH
 from app.fleet.watch import WatchSession
 from workers.contract import Role, WatchLine
 
@@ -26,6 +28,7 @@ class FakeSession:
     address: Address
     line: WatchLine
     key: ReplicaKey | None = None
+    problem: str = ""
     line_at: float = field(default_factory=time.monotonic)
 
     def say(self, *, later: float = 0.0, **changes: object) -> bool:
@@ -214,3 +217,70 @@ async def test_the_order_of_addresses_is_that_of_the_last_list(registry: WorkerR
     registry.follow([B, A])
     assert registry.entries[A] is kept
     assert [replica.address for replica in registry.candidates("m")] == [B, A]
+
+
+async def test_what_became_of_an_engine(registry: WorkerRegistry) -> None:
+    watch = session(registry)
+    watch.say()
+    (replica,) = registry.entries[A].replicas.values()
+    broke_at = time.monotonic()
+    assert registry.fate(replica, broke_at) is Fate.OPEN
+    changed = registry.changed()
+    watch.end()
+    assert changed.done()
+    assert registry.fate(replica, broke_at) is Fate.DIED
+
+
+@pytest.mark.parametrize(("state", "problem"), [(Role.DRAINING, ""), (Role.HANDOVER, ""), (Role.ACTIVE, "silent")])
+async def test_an_end_that_was_announced_or_is_ours_is_no_death(
+    registry: WorkerRegistry, state: Role, problem: str
+) -> None:
+    watch = session(registry)
+    watch.say()
+    (replica,) = registry.entries[A].replicas.values()
+    watch.say(state=state)
+    watch.problem = problem
+    watch.end()
+    assert registry.fate(replica, time.monotonic()) is Fate.LIVED
+
+
+async def test_only_a_later_promotion_is_left_to_interrupted_requests() -> None:
+    registry = WorkerRegistry([A], connect_timeout=1, heartbeat_timeout=3, returning_seconds=1000)
+    watch = session(registry)
+    watch.say()
+    (replica,) = registry.candidates("m")
+    assert replica.room.open(time.monotonic())
+    watch.end()
+    session(registry, epoch=2).say()
+    (replica,) = registry.candidates("m")
+    assert not replica.room.open(time.monotonic())
+    assert replica.room.open_to_returning(time.monotonic())
+    opens_at = replica.room.opens_at(time.monotonic())
+    assert opens_at is not None
+    assert opens_at <= time.monotonic() + 1000
+
+
+async def test_a_promotion_after_a_death_tells_how_long_its_parts_took(registry: WorkerRegistry) -> None:
+    told: dict[str, float] = {}
+    registry.on_recovery = told.__setitem__
+    first = session(registry)
+    first.say(lock_seconds=100.0)
+    assert told == {}
+    first.end()
+    session(registry, epoch=2).say(lock_seconds=0.25, later=0.01)
+    assert told["routable"] == 0.25
+    assert 0.2 < told["detect"] < 0.25
+
+
+async def test_no_recovery_follows_an_orderly_end_nor_a_new_pod(registry: WorkerRegistry) -> None:
+    told: dict[str, float] = {}
+    registry.on_recovery = told.__setitem__
+    first = session(registry)
+    first.say()
+    first.say(state=Role.DRAINING)
+    first.end()
+    second = session(registry, epoch=2)
+    second.say(lock_seconds=0.25)
+    second.end()
+    session(registry, epoch=3).say(instance="another", lock_seconds=0.25)
+    assert told == {}

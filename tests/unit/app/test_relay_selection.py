@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
+import time
 from typing import cast
 
 import pytest
 
 from app.fleet.liveness import SUSPICION_SECONDS
-from app.fleet.registry import Replica, WorkerRegistry
+from app.fleet.registry import WorkerRegistry
+from app.fleet.replica import Replica
 from app.fleet.routing import RoundRobinRouter
-from app.openai.errors import GatewayError
 from app.openai.surface import RELAY_ROUTES
+from app.relay.deadlines import RelayLimits
 from app.relay.downstream import Downstream
-from app.relay.exchange import Exchange, Relay, RelayLimits
+from app.relay.exchange import Exchange
+from app.relay.kept import KeepLimits
+from app.relay.relay import Relay
 from app.relay.relayed import RelayRequest, Report
 from app.relay.waiting import WaitQueue
 from tests.unit.app.test_registry import A, B, FakeSession, session
 
-LIMITS = RelayLimits(wait_for_worker=1, first_byte=1, stall=1, keepalive=1, attempts=3, max_held_bytes=1)
+LIMITS = RelayLimits(
+    wait_for_worker=1,
+    resume_wait=1,
+    first_byte=1,
+    stall=1,
+    keepalive=1,
+    breaks=3,
+    resumes=True,
+    keep=KeepLimits(),
+    max_held_bytes=1,
+)
 LATER = SUSPICION_SECONDS + 0.1
 
 
@@ -36,7 +50,6 @@ def exchange(watches: tuple[FakeSession, FakeSession]) -> Exchange:
         route=RELAY_ROUTES["/tokenize"],
         target=b"/tokenize",
         headers=[],
-        body=b"{}",
         model="m",
         streaming=False,
         request_id=b"r",
@@ -44,13 +57,13 @@ def exchange(watches: tuple[FakeSession, FakeSession]) -> Exchange:
     )
     registry = watches[0].registry
     queue = WaitQueue(registry, limit=10)
-    relay = Relay(registry=registry, router=RoundRobinRouter(), queue=queue, limits=LIMITS)
-    return Exchange(relay, request, cast(Downstream, None), Report(), order=1, on_end=lambda: None)
+    shared = Relay(registry=registry, router=RoundRobinRouter(), queue=queue, limits=LIMITS).shared
+    return Exchange(shared, request, b"{}", cast(Downstream, None), Report(), order=1, on_end=lambda: None)
 
 
 def chosen(exchange: Exchange) -> str | None:
     replica = exchange._search.find()
-    exchange._search.end()  # gives the place back
+    exchange._search.unresumed()  # gives the place back
     return None if replica is None else replica.key.worker
 
 
@@ -61,7 +74,7 @@ def replica_of(watch: FakeSession) -> Replica:
 
 async def test_what_broke_is_the_last_choice(exchange: Exchange, watches: tuple[FakeSession, FakeSession]) -> None:
     one, two = watches
-    exchange._broke(replica_of(one), "reset")
+    exchange._search.broke(replica_of(one), time.monotonic())
     one.say(later=LATER)  # it has outlived the break, and still:
     assert [chosen(exchange) for _ in range(3)] == ["pod-b"] * 3
     exchange._search.unreached(replica_of(two))
@@ -71,12 +84,12 @@ async def test_what_broke_is_the_last_choice(exchange: Exchange, watches: tuple[
 async def test_no_later_line_no_second_try(exchange: Exchange, watches: tuple[FakeSession, FakeSession]) -> None:
     one, two = watches
     two.end()
-    exchange._broke(replica_of(one), "reset")
+    exchange._search.broke(replica_of(one), time.monotonic())
     one.say(later=SUSPICION_SECONDS / 2)
     assert chosen(exchange) is None
     one.say(later=LATER)
     assert chosen(exchange) == "pod-a"
-    exchange._broke(replica_of(one), "reset")  # each break counts from its own time
+    exchange._search.broke(replica_of(one), time.monotonic())  # each break counts from its own time
     replica_of(one).line_at -= LATER
     assert chosen(exchange) is None
 
@@ -84,14 +97,7 @@ async def test_no_later_line_no_second_try(exchange: Exchange, watches: tuple[Fa
 async def test_it_rests_like_any_other(exchange: Exchange, watches: tuple[FakeSession, FakeSession]) -> None:
     one, two = watches
     two.end()
-    exchange._broke(replica_of(one), "reset")
+    exchange._search.broke(replica_of(one), time.monotonic())
     one.say(later=LATER)
     exchange._search.unreached(replica_of(one))
     assert chosen(exchange) is None
-
-
-async def test_attempts_stay_limited(exchange: Exchange, watches: tuple[FakeSession, FakeSession]) -> None:
-    exchange._report.attempts = 3
-    with pytest.raises(GatewayError) as caught:
-        exchange._broke(replica_of(watches[0]), "reset")
-    assert caught.value.code == "worker_lost"

@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from app.__main__ import StartError, announced, read_settings, withdraw
-from app.fleet.address import Address
+from app.address import Address
+from app.arguments import read_settings
+from app.processes.announcement import announced, withdraw
+from app.start_error import StartError
 
 
 @pytest.fixture(autouse=True)
@@ -48,6 +50,24 @@ def test_api_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(StartError, match=r"^api_keys: key 2 is not a key.*--api-key") as caught:
         read_settings(["--api-key", "c", "--api-key", "my secret"])
     assert "secret" not in str(caught.value)
+
+
+def test_other_names_of_the_resume_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert read_settings([]).resume_limit == 3
+    monkeypatch.setenv("DYN_MIGRATION_LIMIT", "5")
+    assert read_settings([]).resume_limit == 5
+    monkeypatch.setenv("HOTSPARE_RESUME_LIMIT", "6")
+    assert read_settings([]).resume_limit == 6
+    assert read_settings(["--migration-limit", "7"]).resume_limit == 7
+    assert read_settings(["--resume-limit", "0"]).resume_limit == 0
+
+
+def test_an_error_names_the_other_variable_that_may_have_been_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DYN_MIGRATION_LIMIT", "x")
+    with pytest.raises(
+        StartError, match=r"^DYN_MIGRATION_LIMIT=x: .*HOTSPARE_RESUME_LIMIT; DYN_MIGRATION_LIMIT is read, too"
+    ):
+        read_settings([])
 
 
 def test_the_alias_of_the_drain_timeout(monkeypatch: pytest.MonkeyPatch) -> None:

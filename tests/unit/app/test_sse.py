@@ -20,6 +20,7 @@ from app.openai.sse import (
     split_events,
     without_leading_comments,
 )
+from app.openai.worker_answers import has_envelope
 
 STREAMS = {
     "LF": b"data: one\n\nevent: x\ndata: two\n\n: note\n\ndata: [DONE]\n\n",
@@ -214,4 +215,4 @@ def test_error_event(named: bool) -> None:
     assert events[-1] == DONE
     name, data = fields(events[0])
     assert name == (b"error" if named else b"")
-    assert errors.has_envelope(data)
+    assert has_envelope(data)

@@ -6,6 +6,7 @@ from app.processes.supervision import (
     MAX_DELAY_SECONDS,
     QUICK_SECONDS,
     SILENCE_SECONDS,
+    START_SECONDS,
     Hearing,
     Restarts,
     exit_code,
@@ -45,13 +46,22 @@ def test_the_worst_code(codes: list[int], worst: int) -> None:
 
 
 def test_one_that_says_nothing_hangs() -> None:
-    hearing = Hearing(100.0)
+    hearing = Hearing(90.0)
+    hearing.heard(100.0)
+    assert hearing.serves
     assert not hearing.hangs(100.0 + SILENCE_SECONDS - 0.1, woken_late=0.0)
     assert hearing.hangs(hearing.due_at, woken_late=0.1)
 
 
-def test_who_was_held_up_itself_kills_nobody() -> None:
+def test_one_that_starts_has_longer() -> None:
     hearing = Hearing(100.0)
+    assert not hearing.serves
+    assert not hearing.hangs(100.0 + START_SECONDS - 0.1, woken_late=0.0)
+    assert hearing.hangs(hearing.due_at, woken_late=0.1)
+
+
+def test_who_was_held_up_itself_kills_nobody() -> None:
+    hearing = Hearing(100.0, serves=True)
     late = 100.0 + 100 * SILENCE_SECONDS
     assert not hearing.hangs(late, woken_late=late - hearing.due_at)
     assert hearing.due_at == late + SILENCE_SECONDS

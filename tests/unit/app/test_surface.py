@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from app.openai.surface import RELAY_ROUTES
+from workers.resume import RESUMABLE_PATHS
 
 CHAT, RESPONSES, MESSAGES = (RELAY_ROUTES[path] for path in ("/v1/chat/completions", "/v1/responses", "/v1/messages"))
 
@@ -58,3 +59,7 @@ def test_the_relayed_routes() -> None:
 def test_what_streams_has_an_end() -> None:
     for route in RELAY_ROUTES.values():
         assert route.streams is bool(route.end_data or route.end_types), route.path
+
+
+def test_what_workers_write_notes_for_is_known_to_both() -> None:
+    assert {route.path for route in RELAY_ROUTES.values() if route.resumable} == RESUMABLE_PATHS

@@ -8,7 +8,8 @@ from contextlib import AbstractContextManager
 
 import pytest
 
-from app.fleet.registry import Replica, WorkerRegistry
+from app.fleet.registry import WorkerRegistry
+from app.fleet.replica import Replica
 from app.fleet.room import PAUSE_SECONDS
 from app.fleet.routing import RoundRobinRouter
 from app.openai.errors import GatewayError
@@ -20,8 +21,8 @@ from tests.unit.app.test_registry import A, B, FakeSession, session
 class Gateway:
     """Searches in the order in which they were made."""
 
-    def __init__(self, limit: int = 100) -> None:
-        self.registry = WorkerRegistry([A, B], connect_timeout=1, heartbeat_timeout=3)
+    def __init__(self, limit: int = 100, **options: float) -> None:
+        self.registry = WorkerRegistry([A, B], connect_timeout=1, heartbeat_timeout=3, **options)
         self.queue = WaitQueue(self.registry, limit=limit)
         self.router = RoundRobinRouter()
         self.searches = 0
@@ -31,9 +32,9 @@ class Gateway:
         watch.say(capacity=capacity, models=models)
         return watch
 
-    def search(self, model: str = "m", *, wait: float = 15.0) -> Search:
+    def search(self, model: str = "m", *, wait: float = 15.0, home: float = 0.0) -> Search:
         self.searches += 1
-        return Search(self.registry, self.router, self.queue, model, order=self.searches, limit=wait)
+        return Search(self.registry, self.router, self.queue, model, order=self.searches, limit=wait, home=home)
 
 
 class Line:
@@ -138,7 +139,7 @@ async def test_who_cannot_use_what_is_free_stands_in_nobodys_way() -> None:
     hurt, other = gateway.search(), gateway.search()
     replica = hurt.find()
     assert replica is not None
-    hurt.broke(replica)
+    hurt.broke(replica, time.monotonic())
     hurt_line = Line(hurt)
     assert other.find() is replica
     third = Line(gateway.search())
@@ -231,3 +232,74 @@ async def test_a_long_line_is_no_work_while_there_is_no_room() -> None:
         watch.say(seq=seq, inflight=1)
     assert looked == 0
     assert not any(line.served for line in lines)
+
+
+def interrupted(gateway: Gateway, replica: Replica | None = None) -> Search:
+    """A search whose worker broke."""
+    search = gateway.search()
+    found = search.find()
+    assert found is not None
+    search.broke(found, time.monotonic())
+    search.come_back(limit=15.0, last=False)
+    return search
+
+
+async def test_interrupted_requests_come_before_older_ones_and_in_order() -> None:
+    gateway = Gateway()
+    gateway.worker(capacity=2)
+    old = gateway.search()
+    first, second = interrupted(gateway), interrupted(gateway)
+    suspect = interrupted(gateway)
+    suspect.come_back(limit=15.0, last=True)
+    held = [gateway.search(), gateway.search()]
+    assert all(search.find() for search in held)
+    new = gateway.search()
+    lines = [Line(search) for search in (new, suspect, old, second, first)]
+    watch = gateway.worker(B, capacity=1)
+    served: list[str] = []
+    names = dict(zip(("new", "suspect", "old", "second", "first"), lines, strict=True))
+    while len(served) < 5:
+        (name,) = [name for name, line in names.items() if line.served and name not in served]
+        served.append(name)
+        search = names[name].search
+        names[name].go_on()
+        search.end()
+    assert served == ["first", "second", "old", "suspect", "new"]
+    assert watch.line.capacity == 1
+
+
+async def test_a_worker_gets_so_many_interrupted_requests_a_second_and_new_ones_wait_behind_them() -> None:
+    gateway = Gateway(resumes_per_second=2)
+    dies = gateway.worker(capacity=100)
+    searches = [interrupted(gateway) for _ in range(4)]
+    gateway.worker(B, capacity=100, models=("m", "n"))
+    dies.end()
+    assert [search.find() is not None for search in searches] == [True, True, False, False]
+    lines = [Line(search) for search in searches[2:]]
+    new = Line(gateway.search())  # there is room, but not before those
+    assert gateway.search("n").find() is not None  # other models' lines are not held up
+    began = time.monotonic()
+    async with asyncio.timeout(3):
+        await lines[1].woken
+        assert 0.8 < time.monotonic() - began < 1.8
+        assert lines[0].served
+        await new.woken
+
+
+async def test_new_requests_leave_a_promoted_worker_to_interrupted_ones_for_a_moment() -> None:
+    gateway = Gateway(returning_seconds=0.5)
+    watch = gateway.worker(capacity=100)
+    assert gateway.search().find() is not None  # the first promotion that is known is like any worker
+    hurt = interrupted(gateway)
+    watch.end()
+    next_watch = session(gateway.registry, A, epoch=2)
+    next_watch.say(capacity=100)
+    (replica,) = gateway.registry.candidates("m")
+    replica.room.leave_until(time.monotonic() + 0.2)  # in the place of a random time
+    new = Line(gateway.search())
+    assert not new.served
+    assert hurt.find() is replica
+    began = time.monotonic()
+    async with asyncio.timeout(2):
+        await new.woken
+    assert time.monotonic() - began > 0.1

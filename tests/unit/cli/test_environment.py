@@ -13,7 +13,7 @@ from pydantic_settings import BaseSettings
 from app.cli.environment import refuse_unknown
 from app.cli.errors import CliError
 from app.cli.plan import PER_PROCESS, UpOptions
-from app.cli.variables import KNOWN, PREFIX
+from app.cli.variables import KNOWN, PREFIX, meant
 from app.settings import GatewaySettings
 from gms.settings import GmsSettings
 from workers.settings import EngineSettings, PodSettings, SimSettings
@@ -85,6 +85,35 @@ def test_a_typing_mistake_is_named_with_the_nearest_name() -> None:
     assert caught.value.code == 2
 
 
+def test_every_name_that_may_have_been_meant_is_named() -> None:
+    """The nearest one by its letters lets clients wait between requests, the other one sends comments."""
+    both = r"did you mean HOTSPARE_KEEP_ALIVE_SECONDS or HOTSPARE_SSE_KEEPALIVE_SECONDS\?"
+    with pytest.raises(CliError, match=both):
+        refuse_unknown({"HOTSPARE_KEEPALIVE_SECONDS": "1"})
+
+
+@pytest.mark.parametrize(
+    ("name", "names"),
+    [
+        ("MAX_INFLIGT", ["MAX_INFLIGHT"]),
+        ("HANDSHAKE_TIMEOUT_SECONDS", ["TLS_HANDSHAKE_TIMEOUT_SECONDS"]),
+        ("MODEL_LEN", ["MAX_MODEL_LEN", "SIM_MAX_MODEL_LEN"]),
+        ("STALL_TIMEOUT_SECOND", ["STALL_TIMEOUT_SECONDS"]),
+        ("SECONDS", []),
+        ("QQQQ", []),
+    ],
+)
+def test_what_may_have_been_meant(name: str, names: list[str]) -> None:
+    assert meant(name, {other.removeprefix(PREFIX) for other in KNOWN}) == names
+
+
+def test_flags_have_dashes() -> None:
+    assert meant("keepalive-seconds", ["keep-alive-seconds", "sse-keepalive-seconds", "port"]) == [
+        "keep-alive-seconds",
+        "sse-keepalive-seconds",
+    ]
+
+
 def test_all_mistakes_are_named_at_once() -> None:
     with pytest.raises(CliError, match=r"HOTSPARE_QQQQQQQ is unknown.*unset it.*; .*HOTSPARE_XXXXXXX is unknown"):
         refuse_unknown({"HOTSPARE_XXXXXXX": "", "HOTSPARE_QQQQQQQ": ""})
@@ -93,3 +122,8 @@ def test_all_mistakes_are_named_at_once() -> None:
 def test_what_up_gives_to_each_process_is_never_suggested() -> None:
     with pytest.raises(CliError, match=r"did you mean HOTSPARE_PODS\?"):
         refuse_unknown({"HOTSPARE_PODZ": "2"}, not_suggested=PER_PROCESS)
+
+
+def test_what_others_call_a_setting_leads_to_it() -> None:
+    with pytest.raises(CliError, match=r"HOTSPARE_MIGRATION_LIMIT is unknown.*did you mean HOTSPARE_RESUME_LIMIT\?"):
+        refuse_unknown({"HOTSPARE_MIGRATION_LIMIT": "3"})

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from app.cli.news import News, PodNews
 from app.cli.reports import Absence, EngineAnswer
 from workers.contract import Role
-from workers.state import EngineState, Promotion
+from workers.state import DrainState, EngineState, Promotion, ServiceLink
 
 
 def report(
@@ -143,3 +145,68 @@ def test_other_roles_are_told_with_their_reason() -> None:
     assert texts(news.look({"a": draining, "b": other}, now=11)) == ["pod-0: a is DRAINING"]
     failed = report("a", Role.FAILED, pid=1, at=12, since=11.5)
     assert texts(news.look({"a": failed, "b": other}, now=12)) == ["pod-0: a is FAILED: no memory"]
+
+
+def test_with_two_spares_redundancy_is_both_of_them() -> None:
+    news = PodNews("pod-0")
+    answers: dict[str, EngineAnswer] = {
+        "a": active("a", pid=1, at=10.0, granted=9.0),
+        "b": parked("b", pid=2, at=10.0, since=9.5),
+        "c": report("c", Role.INIT, pid=3, at=10.0, since=9.0),
+    }
+    assert "spare" not in " ".join(texts(news.look(answers, now=10.0)))
+    assert (news.parked, news.complete) == (1, False)
+    answers["c"] = parked("c", pid=3, at=11.0, since=10.5)
+    assert texts(news.look(answers, now=11.0)) == ["pod-0: c is parked, all 2 spares are ready"]
+    answers = {
+        "a": report("a", Role.INIT, pid=4, at=12.0, since=11.6),
+        "b": active("b", pid=2, at=12.0, granted=11.5, epoch=2),
+        "c": parked("c", pid=3, at=12.0, since=10.5),
+    }
+    assert "redundancy" not in " ".join(texts(news.look(answers, now=12.0)))
+    answers["a"] = parked("a", pid=4, at=13.5, since=13.0)
+    assert texts(news.look(answers, now=13.5)) == ["pod-0: a is parked again, redundancy restored after 1.5 s"]
+    assert news.parked == 2
+
+
+def test_an_engine_that_waits_for_requests_before_it_hands_over_is_told_of_once() -> None:
+    news = started()
+    spare = parked("b", pid=2, at=11.0, since=9.5)
+    waiting = DrainState(
+        phase="settling",
+        seconds=1.0,
+        left_seconds=29.0,
+        remaining={"chat": 2, "completions": 1},
+        bound=("r-1 (/v1/chat/completions, 3.0 s)", "r-2 (/v1/completions, 1.0 s)"),
+        cut=False,
+    )
+    serving = msgspec.structs.replace(active("a", pid=1, at=11.0, granted=9.0), draining=waiting)
+    (said,) = texts(news.look({"a": serving, "b": spare}, now=11.0))
+    assert said == (
+        "pod-0: a waits for 3 requests that no other engine could go on with (2 chat, 1 completions), then it hands "
+        "over; it is called off in 29 s: r-1 (/v1/chat/completions, 3.0 s); r-2 (/v1/completions, 1.0 s) …"
+    )
+    fewer = msgspec.structs.replace(waiting, remaining={"chat": 1}, bound=waiting.bound[:1], left_seconds=20.0)
+    assert news.look({"a": msgspec.structs.replace(serving, draining=fewer), "b": spare}, now=12.0) == []
+    assert news.look({"a": active("a", pid=1, at=13.0, granted=9.0), "b": spare}, now=13.0) == []
+    assert len(news.look({"a": serving, "b": spare}, now=14.0)) == 1  # asked for once more
+
+
+def test_a_memory_service_that_was_killed_and_is_back_is_told_of_once_for_all() -> None:
+    news = started()
+
+    def look(at: float, **links: ServiceLink) -> list[str]:
+        engines = {"a": active("a", pid=1, at=at, granted=9.0), "b": parked("b", pid=2, at=at, since=9.5)}
+        answers = {name: msgspec.structs.replace(engines[name], memory_service=links[name]) for name in engines}
+        return texts(news.look(answers, now=at))
+
+    held = ServiceLink(connected=True, adrift_seconds=None, restored=0, private=(), problem="")
+    gone = msgspec.structs.replace(held, connected=False, adrift_seconds=0.3)
+    again = msgspec.structs.replace(held, restored=1)
+    assert look(11.0, a=held, b=held) == []
+    assert look(12.0, a=gone, b=gone) == []
+    assert look(13.0, a=again, b=gone) == []
+    assert look(14.0, a=again, b=again) == ["pod-0: the memory service is back, and has its pages again from a and b"]
+    assert look(15.0, a=again, b=again) == []
+    twice = msgspec.structs.replace(held, restored=2)  # nobody saw it gone
+    assert look(16.0, a=twice, b=twice) == ["pod-0: the memory service is back, and has its pages again from a and b"]

@@ -10,8 +10,11 @@ import pytest
 
 from app.cli.plan import (
     DEFAULT_DRAIN_SECONDS,
-    DEFAULT_GRACE_SECONDS,
+    DEFAULT_ENGINE_SHUTDOWN_SECONDS,
+    DEFAULT_KILL_MARGIN_SECONDS,
+    DEFAULT_SHUTDOWN_SECONDS,
     DEFAULT_STARTUP_SECONDS,
+    MAX_SHADOWS,
     UpOptions,
     base_url,
     child_environment,
@@ -24,9 +27,10 @@ from app.cli.plan import (
     pod_arguments,
     pod_environment,
     ports_needed,
+    ranks_from,
 )
 from app.settings import GatewaySettings
-from workers.settings import PodSettings
+from workers.settings import KILL_MARGIN_SECONDS, PodSettings
 
 
 def test_ports_are_those_of_the_contracts() -> None:
@@ -35,13 +39,34 @@ def test_ports_are_those_of_the_contracts() -> None:
     assert (pod.name, pod.serving, pod.admin, pod.gms_metrics) == ("pod-2", 8120, (8121, 8122), 8129)
     assert last_port(options) == 8129
     assert fixed_pod(UpOptions(shadows=0), 0).admin == (8101,)
+    assert PodSettings.model_fields["shadows"].metadata[1].le == MAX_SHADOWS
+    most = fixed_pod(UpOptions(shadows=MAX_SHADOWS), 1)
+    assert sorted(most.ports()) == list(range(8110, 8120))
+    assert PodSettings(shadows=MAX_SHADOWS).admin_ports == fixed_pod(UpOptions(shadows=MAX_SHADOWS), 0).admin
+
+
+def test_memory_services_of_further_ranks_have_ports_behind_those_of_all_pods() -> None:
+    options = UpOptions(pods=2, tensor_parallel_size=ranks_from({"HOTSPARE_TENSOR_PARALLEL_SIZE": "3"}))
+    pods = [fixed_pod(options, index) for index in range(2)]
+    assert [pod.more_gms_metrics for pod in pods] == [(8120, 8121), (8122, 8123)]
+    assert last_port(options) == 8123
+    assert pods[1].ports()[8123] == "memory service's metrics of rank 2"
+    arguments = pod_arguments(options, pods[1])
+    assert arguments[arguments.index("--more-gms-metrics-ports") + 1] == "8122,8123"
+    free = free_pod(options, 0, ports := list(range(41, 41 + ports_needed(options))))
+    assert (sorted(free.ports()), len(free.admin), len(free.more_gms_metrics)) == (ports, 2, 2)
+
+
+@pytest.mark.parametrize(("given", "ranks"), [("", 1), ("2", 2), ("8", 8), ("9", 1), ("0", 1), ("two", 1)])
+def test_ranks_are_the_pods_to_refuse(given: str, ranks: int) -> None:
+    assert ranks_from({"HOTSPARE_TENSOR_PARALLEL_SIZE": given}) == ranks
 
 
 def test_any_free_ports() -> None:
     options = UpOptions(base_port=0)
     ports = [41, 42, 43, 44]
     assert len(ports) == ports_needed(options)
-    pod = free_pod(0, ports)
+    pod = free_pod(options, 0, ports)
     assert sorted(pod.ports()) == ports
     assert len(pod.admin) == 2
 
@@ -86,16 +111,21 @@ def test_pods_do_not_get_what_is_the_gateways() -> None:
 
 
 def test_limits_follow_the_processes_own() -> None:
-    assert (limits_from({}).gateway, limits_from({}).pod) == (15.0, 25.0)
-    given = limits_from({"HOTSPARE_DRAIN_TIMEOUT_SECONDS": "60", "HOTSPARE_GRACE_PERIOD_SECONDS": "90"})
+    assert (limits_from({}).gateway, limits_from({}).pod) == (15.0, 950.0)
+    given = limits_from({"HOTSPARE_DRAIN_TIMEOUT_SECONDS": "60", "HOTSPARE_KILL_AFTER_SECONDS": "90"})
     assert (given.gateway, given.pod, given.drain) == (70.0, 100.0, 60.0)
     assert limits_from({"DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS": "30"}).gateway == 40.0
-    assert limits_from({"HOTSPARE_GRACE_PERIOD_SECONDS": "soon"}).pod == 25.0
+    assert limits_from({"HOTSPARE_KILL_AFTER_SECONDS": "soon"}).pod == 950.0
+    shorter = {"HOTSPARE_SHUTDOWN_TIMEOUT_SECONDS": "20", "HOTSPARE_ENGINE_SHUTDOWN_SECONDS": "2"}
+    assert limits_from(shorter).pod == 42.0
+    assert limits_from({"DYN_RUNTIME_GRACEFUL_SHUTDOWN_TIMEOUT_SECS": "60"}).pod == 110.0
 
 
 def test_without_variables_the_limits_are_those_of_the_settings() -> None:
     fields, gateway = PodSettings.model_fields, GatewaySettings.model_fields
-    assert fields["grace_period_seconds"].default == DEFAULT_GRACE_SECONDS
+    assert fields["shutdown_timeout_seconds"].default == DEFAULT_SHUTDOWN_SECONDS
+    assert fields["engine_shutdown_seconds"].default == DEFAULT_ENGINE_SHUTDOWN_SECONDS
+    assert KILL_MARGIN_SECONDS == DEFAULT_KILL_MARGIN_SECONDS
     assert fields["startup_timeout_seconds"].default == DEFAULT_STARTUP_SECONDS == limits_from({}).start
     assert gateway["drain_timeout_seconds"].default == DEFAULT_DRAIN_SECONDS
 
@@ -122,6 +152,9 @@ def test_the_example_survives_a_shell() -> None:
 
 def test_the_example_with_a_key_and_a_certificate() -> None:
     assert base_url("0.0.0.0", 8000, tls=True) == "https://127.0.0.1:8000"
+    prompt = shlex.split(example_request("http://h:1", "m", chats=False))
+    assert "http://h:1/v1/completions" in prompt
+    assert json.loads(prompt[-1])["prompt"]
     example = example_request("https://h:1", "m", key="$HOTSPARE_API_KEY", certificate="/my certs/tls.crt")
     assert '-H "authorization: Bearer $HOTSPARE_API_KEY"' in example  # the shell puts it in
     assert shlex.split(example)[:5] == [

@@ -9,8 +9,16 @@ import pytest
 
 from app.cli.claim import RunDirClaim
 from app.cli.errors import CliError
-from app.cli.run_dir import is_running, read_gateway, read_pod, read_pods
-from workers.pod_files import EngineRecord, MemoryServiceRecord, PodFolder, PodRecord
+from app.cli.run_dir import find_pod, is_running, read_gateway, read_pod, read_pods
+from workers.pod_files import (
+    EngineFile,
+    EngineRecord,
+    MemoryServiceRecord,
+    PodFolder,
+    PodRecord,
+    announced,
+    own_pid_namespace,
+)
 
 
 def write_pod(run_dir: Path, name: str, *, gms: bool = True) -> PodRecord:
@@ -56,6 +64,12 @@ def test_a_newer_field_is_ignored_and_nonsense_is_named(tmp_path: Path) -> None:
     assert gateway.port == 2
     (tmp_path / "gateway.json").write_text('{"pid": "one"}')
     with pytest.raises(CliError, match=r"gateway\.json is not a file of this version"):
+        read_gateway(tmp_path)
+
+
+def test_what_is_no_plain_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "gateway.json")
+    with pytest.raises(CliError, match=r"gateway\.json cannot be read: it is not a regular file"):
         read_gateway(tmp_path)
 
 
@@ -136,3 +150,64 @@ def test_sweeping_removes_what_was_killed_and_spares_what_runs(tmp_path: Path) -
     assert [path.name for path in tmp_path.iterdir()] == ["pod-1"]
     assert (tmp_path / "pod-1" / "pod.json").exists()
     alive.close()
+
+
+def engine_file(
+    engine: str, *, namespace: int, instance: str = "life-1", gms: tuple[str, ...] = ("/r/s.sock",)
+) -> EngineFile:
+    return EngineFile(
+        pod="worker-0",
+        instance=instance,
+        engine=engine,
+        pid=1,
+        pid_namespace=namespace,
+        host="0.0.0.0",
+        serving_port=8100,
+        admin_port=8101 + (engine == "b"),
+        gms=gms,
+    )
+
+
+def test_where_nobody_runs_the_pod_its_engines_say_where_they_are(tmp_path: Path) -> None:
+    folder = tmp_path / "worker-0"
+    folder.mkdir()
+    here, elsewhere = own_pid_namespace(), own_pid_namespace() + 1
+    with (
+        announced(folder, engine_file("b", namespace=elsewhere)),
+        announced(folder, engine_file("a", namespace=here, gms=("/r/0.sock", "/r/1.sock"))),
+    ):
+        (pod,) = read_pods(tmp_path)
+        assert (pod.pod, pod.instance, pod.pid, pod.serving_port) == ("worker-0", "life-1", None, 8100)
+        assert pod.engines == {
+            "a": EngineRecord(pid=1, admin_port=8101, restarts=0),
+            "b": EngineRecord(pid=None, admin_port=8102, restarts=0, apart=True),
+        }
+        assert pod.gms == MemoryServiceRecord(pid=None, socket="/r/0.sock", metrics_port=0)
+        assert pod.more_gms == {"gms-1": MemoryServiceRecord(pid=None, socket="/r/1.sock", metrics_port=0)}
+        # A supervisor's word is better.
+        write_pod(tmp_path, "worker-0")
+        found = read_pod(folder)
+        assert found is not None
+        assert found.pid == os.getpid()
+    assert sorted(path.name for path in folder.iterdir()) == ["pod.json", "pod.lock"]
+
+
+def test_an_engines_file_is_cleaned_away_with_the_pod(tmp_path: Path) -> None:
+    folder = PodFolder(tmp_path / "worker-0")
+    folder.open()
+    (tmp_path / "worker-0" / "engine-a.json").write_text("{}")
+    folder.clean()
+    folder.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_only_pod_need_not_be_named(tmp_path: Path) -> None:
+    with pytest.raises(CliError, match=r"name a pod \(pods in .*: none\)"):
+        find_pod(None, tmp_path)
+    write_pod(tmp_path, "pod-0")
+    assert find_pod(None, tmp_path).pod == find_pod("pod-0", tmp_path).pod == "pod-0"
+    write_pod(tmp_path, "pod-1")
+    with pytest.raises(CliError, match=r"name a pod \(pods in .*: pod-0, pod-1\)"):
+        find_pod(None, tmp_path)
+    with pytest.raises(CliError, match=r"there is no pod '\.\./pod-0'"):
+        find_pod("../pod-0", tmp_path)

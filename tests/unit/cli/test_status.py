@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import io
+import json
+import socket
+from pathlib import Path
 
 import pytest
 
+from app.cli.errors import CliError
 from app.cli.fault import engine_with
 from app.cli.observe import sum_private
 from app.cli.reports import Absence, EngineAnswer, WorkerReport
@@ -17,13 +21,15 @@ from app.cli.status import (
     StatusDocument,
     answers,
     gms_status,
+    look,
     pool_kind,
     routed_as,
 )
-from app.cli.status_table import duration, gateway_line, gms_part, gms_remarks, pod_line, render, size
+from app.cli.status_table import duration, gateway_line, gms_part, gms_remarks, obstacles, pod_line, render, size
 from gms import protocol
 from tests.unit.cli.test_news import active, parked
 from workers.contract import Role
+from workers.pod_files import MemoryServiceRecord
 
 MIB = 1024 * 1024
 
@@ -52,7 +58,11 @@ def pod(**changes: object) -> PodStatus:
         "serving_port": 8100,
         "routed": WorkerReport(address="127.0.0.1:8100", state="UP", routable=True),
         "gms": GmsStatus(
-            pid=11, answers=True, total_bytes=24 * MIB, bytes_by_pool={"kv": 16 * MIB, "weights": 8 * MIB}
+            pid=11,
+            answers=True,
+            metrics_port=8109,
+            total_bytes=24 * MIB,
+            bytes_by_pool={"kv": 16 * MIB, "weights": 8 * MIB},
         ),
         "engines": {
             "a": EngineStatus(
@@ -100,7 +110,7 @@ def test_the_table_fits_into_80_columns_and_is_not_cut() -> None:
     [
         ({"gms": None}, "pod-0 on port 8100; gateway says UP, routable; no memory service"),
         (
-            {"gms": GmsStatus(pid=1, answers=False), "routed": None},
+            {"gms": GmsStatus(pid=1, answers=False, metrics_port=0), "routed": None},
             "pod-0 on port 8100; memory service does not answer",
         ),
         (
@@ -134,7 +144,8 @@ def test_what_somebody_waits_for_in_memory_is_said_below_the_pods_line() -> None
         clients=2,
         journal="No space left on device",
     )
-    seen = gms_status(11, memory)
+    seen = gms_status(MemoryServiceRecord(pid=11, socket="/r/gms.sock", metrics_port=8109), memory)
+    assert (seen.pid, seen.metrics_port) == (11, 8109)
     assert seen.bytes_by_pool == {"weights": 16 * MIB, "kv": 16 * MIB}
     assert gms_part(seen) == (
         "memory service 32.0 MiB of 64.0 MiB (kv 16.0 MiB, weights 16.0 MiB, "
@@ -148,6 +159,14 @@ def test_what_somebody_waits_for_in_memory_is_said_below_the_pods_line() -> None
         "  pod-0: pages could not be taken back after a restart: No space left on device",
     ]
     assert gms_remarks(pod(gms=None)) == []
+
+
+def test_an_engine_that_could_not_be_promoted_is_named_with_what_is_in_the_way() -> None:
+    stuck = EngineStatus(role="STANDBY", admin_port=1, restarts=0, obstacle="port: 127.0.0.1:1 is in use")
+    fine = EngineStatus(role="ACTIVE", admin_port=2, restarts=0)
+    assert obstacles(pod(engines={"a": stuck, "b": fine})) == [
+        "  pod-0: engine a could not be promoted; port: 127.0.0.1:1 is in use"
+    ]
 
 
 def test_how_engines_stand_with_the_memory_service_is_told_if_it_is_not_as_it_should_be() -> None:
@@ -211,3 +230,16 @@ def test_whether_anything_answers(lifecycle: str | None, role: str, expected: bo
     gateway = GatewayStatus(pid=9, host="h", port=1, lifecycle=lifecycle) if lifecycle else None
     engines = {"a": EngineStatus(role=role, admin_port=1, restarts=0)}
     assert answers(StatusDocument(run_dir="/r", gateway=gateway, pods=[pod(engines=engines)])) is expected
+
+
+async def test_a_gateway_without_pods_is_shown(tmp_path: Path) -> None:
+    with pytest.raises(CliError, match="neither a pod nor a gateway runs in"):
+        await look(tmp_path)
+    with socket.socket() as bound:  # not listening
+        bound.bind(("127.0.0.1", 0))
+        port = bound.getsockname()[1]
+        (tmp_path / "gateway.json").write_text(json.dumps({"pid": 1, "host": "127.0.0.1", "port": port}))
+        document = await look(tmp_path)
+    assert document.pods == []
+    assert document.gateway == GatewayStatus(pid=1, host="127.0.0.1", port=port, lifecycle=Absence.GONE)
+    assert not answers(document)

@@ -65,7 +65,7 @@ def test_environment_fills_what_the_command_line_leaves_open() -> None:
         ),
         (["now"], {}, "unexpected argument 'now'; see hotspare up --help"),
         (["--pods", "0"], {}, "argument --pods: '0' is not a whole number from 1 to 100"),
-        (["--shadows", "2"], {}, "argument --shadows: '2' is not a whole number from 0 to 1"),
+        (["--shadows", "8"], {}, "argument --shadows: '8' is not a whole number from 0 to 7"),
         (["--port", "-1"], {}, "argument --port: '-1' is not a whole number from 0 to 65535"),
         (["--port"], {}, "argument --port: expected one argument"),
         ([], {"HOTSPARE_PODS": "x"}, "HOTSPARE_PODS=x: argument --pods: 'x' is not a whole number from 1 to 100"),
@@ -80,9 +80,16 @@ def test_what_does_not_fit(arguments: list[str], environment: dict[str, str], se
 
 
 def test_an_unknown_engine() -> None:
-    with pytest.raises(CliError, match=r"--engine: invalid choice: 'tgi'"):
+    with pytest.raises(CliError, match=r"--engine: there is no engine 'tgi' here; there are vllm, sim"):
         parse_up(["--engine", "tgi"], {})
 
 
 def test_a_model_in_the_environment_does_not_disturb_the_engine_without_one() -> None:
     assert parse_up(["--engine", "sim"], {"HOTSPARE_MODEL": "/m"}).engine == "sim"
+
+
+def test_ranks_are_what_the_variable_says_which_pods_read_too() -> None:
+    assert parse_up([], {"HOTSPARE_TENSOR_PARALLEL_SIZE": "2"}).tensor_parallel_size == 2
+    assert parse_up([], {"HOTSPARE_TENSOR_PARALLEL_SIZE": "many"}).tensor_parallel_size == 1  # theirs to refuse
+    with pytest.raises(CliError, match="unknown option"):
+        parse_up(["--tensor-parallel-size", "2"], {})

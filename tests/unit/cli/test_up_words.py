@@ -29,7 +29,8 @@ def test_what_was_cut_off() -> None:
 
 
 def test_redundancy() -> None:
-    assert spares_line(parked=1, pods=1) == "redundancy stands: the spare is parked"
-    assert spares_line(parked=2, pods=2) == "redundancy stands: all 2 spares are parked"
-    assert spares_line(parked=0, pods=1).startswith("the spare is still being parked, ")
-    assert spares_line(parked=1, pods=3).startswith("2 of 3 spares are still being parked, ")
+    assert spares_line(parked=1, wanted=1, bare=False) == "redundancy stands: the spare is parked"
+    assert spares_line(parked=2, wanted=2, bare=False) == "redundancy stands: all 2 spares are parked"
+    assert spares_line(parked=0, wanted=1, bare=True).startswith("the spare is still being parked, ")
+    assert spares_line(parked=1, wanted=2, bare=False) == "1 of 2 spares are still being parked, a line will tell"
+    assert spares_line(parked=1, wanted=3, bare=True).startswith("2 of 3 spares are still being parked, ")

@@ -246,9 +246,11 @@ def test_a_folder_that_was_removed_is_written_anew_and_lost_locks_are_told(bench
     bench.ledger.check()
     assert [found.pool for found in Journal(folder).load()] == ["kv"]
     assert "lease files were removed" in bench.ledger.problem
+    assert bench.ledger.unlocked() == [(A, "kv")]
     os.close(lock)
     bench.ledger.close_lease(A, "kv")
     assert bench.ledger.problem == ""
+    assert bench.ledger.unlocked() == []
 
 
 def test_what_was_removed_from_the_folder_is_written_again(bench: Bench, folder: Path) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import hashlib
@@ -242,6 +243,19 @@ def test_contents_are_read_written_and_hashed_where_memory_is(pages: Pages) -> N
         assert caught.value.code == "not_permitted"
 
 
+def test_what_is_mapped_can_be_zeroed(pages: Pages) -> None:
+    chunks = [pages(1), pages(2)]
+    with Reservation(3 * PAGE) as range_:
+        with pytest.raises(ValueError, match="are not mapped"):
+            range_.clear()
+        range_.map(chunks, writable=False)
+        with pytest.raises(GmsError, match="read-only"):
+            range_.clear()
+        range_.map(chunks, writable=True)
+        range_.clear()
+        assert range_.read(0, 2 * PAGE) == bytes(2 * PAGE)
+
+
 def test_devices_are_called_by_kind_and_number() -> None:
     memory = device_memory("cpu:3")
     assert (memory.device, memory.device_id, memory.dlpack_device) == ("cpu:3", "cpu:3", (1, 0))
@@ -252,3 +266,33 @@ def test_devices_are_called_by_kind_and_number() -> None:
         with pytest.raises(GmsError, match="use cpu:N or cuda:N") as caught:
             device_memory(name)
         assert caught.value.code == "wrong_device"
+
+
+def test_pages_can_be_at_a_second_address(pages: Pages) -> None:
+    first, second = pages(0, 1, 2), pages(3, 4)
+    with Reservation(5 * PAGE) as range_, Reservation(4 * PAGE) as other:
+        range_.map([first, second], writable=False)
+        range_.mirror(PAGE, 4 * PAGE, other.address)  # from both chunks
+        assert [ctypes.string_at(other.address + at * PAGE, 1)[0] for at in range(4)] == [1, 2, 3, 4]
+        assert {protection(other.address + at * PAGE) for at in range(4)} == {"r--s"}
+        assert range_.fault([first, second]) is None
+        libc.mmap(
+            other.address + 2 * PAGE, PAGE, libc.PROT_READ, libc.MAP_PRIVATE | libc.MAP_ANONYMOUS | libc.MAP_FIXED
+        )
+        assert f"at {other.address + 2 * PAGE:#x} has the access r--p" in (range_.fault([first, second]) or "")
+        range_.unmap()
+        assert ctypes.string_at(other.address + 3 * PAGE, 1) == b"\4"
+        with pytest.raises(ValueError, match="are not mapped"):
+            range_.mirror(0, PAGE, other.address)
+
+
+def test_only_whole_pages_that_are_mapped_get_a_second_address(pages: Pages) -> None:
+    with Reservation(2 * PAGE) as range_, Reservation(2 * PAGE) as other:
+        range_.map([pages(1)], writable=False)
+        for offset, length, to in ((0, 2 * PAGE, 0), (1, PAGE - 1, 0), (0, 1, 0), (0, PAGE, 1)):
+            with pytest.raises(ValueError, match=r"not mapped|no whole pages"):
+                range_.mirror(offset, length, other.address + to)
+        range_.map_scratch(PAGE)
+        with pytest.raises(ValueError, match="scratch"):
+            range_.mirror(0, PAGE, other.address)
+        assert protection(other.address) == "---p"

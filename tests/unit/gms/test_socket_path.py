@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import stat
@@ -140,3 +141,44 @@ def test_an_error_inside_gives_the_place_back(folder: Path) -> None:
         raise RuntimeError
     assert not path.exists()
     enter(path)
+
+
+def test_a_place_that_was_removed_is_had_again_once_there_is_a_folder(folder: Path) -> None:
+    path = folder / "pod" / "s"
+    with SocketPath(str(path)) as place, place.listen() as first:
+        assert place.restore() is None
+        shutil.rmtree(path.parent)
+        assert place.restore() is None  # the folder is somebody else's to make
+        path.parent.mkdir(mode=0o700)
+        second = place.restore()
+        assert second is not None
+        with second:
+            first.close()
+            assert reachable(path)
+            assert stat.S_IMODE(path.stat().st_mode) == 0o600
+            assert place.restore() is None
+            with pytest.raises(StartError, match="Another memory service is alive at"):
+                enter(path)
+    assert [left.name for left in path.parent.iterdir()] == ["s.lock"]
+
+
+def test_a_lock_file_alone_that_was_removed_is_locked_again(folder: Path) -> None:
+    path = folder / "s"
+    with SocketPath(str(path)) as place, place.listen():
+        Path(f"{path}.lock").unlink()
+        assert place.restore() is None
+        assert reachable(path)
+        with pytest.raises(StartError, match="Another memory service is alive at"):
+            enter(path)
+
+
+def test_a_place_that_another_service_has_by_now_is_left_to_it(folder: Path) -> None:
+    path = folder / "s"
+    with SocketPath(str(path)) as place, place.listen():
+        for removed in (path, Path(f"{path}.lock")):
+            removed.unlink()
+        with SocketPath(str(path)) as other, other.listen():
+            with pytest.raises(StartError, match="Another memory service is alive at"):
+                place.restore()
+            assert reachable(path)
+        assert not path.exists()

@@ -369,6 +369,27 @@ def test_originals_go_one_by_one(pages: Pages) -> None:
     assert copied == [(0, [True, False, False]), (1, [True, True, False]), (2, [True, True, True])]
 
 
+def test_originals_can_wait_on_the_host(pages: Pages) -> None:
+    """Where a device has no room for them and the arena. What lies over one storage stays together."""
+    model = Net()
+    model.rows = model.embed.weight.data[1:3]
+    before = [tensor.clone() for tensor in tensors.all_of(model)]
+    manifest, stored = tensors.plan(model, tag="weights")
+    originals = [tensor.untyped_storage() for tensor in model.parameters()]  # kept: their places are not taken again
+    places = {storage.data_ptr() for storage in originals}
+    tensors.unload(manifest, stored, device="cpu")
+    assert places.isdisjoint({tensor.untyped_storage().data_ptr() for tensor in model.parameters()})
+    assert model.rows.untyped_storage().data_ptr() == model.embed.weight.untyped_storage().data_ptr()
+    arena = pages.map(manifest.size_bytes, writable=True)
+    tensors.pack(manifest, stored, arena)
+    after = list(tensors.all_of(model))
+    assert all(one.equal(other) for one, other in zip(before, after, strict=True))
+    inside = range(arena.data_ptr(), arena.data_ptr() + arena.numel())
+    assert all(tensor.data_ptr() in inside for tensor in (*model.parameters(), model.rows))
+    tensors.unload(manifest, stored, device="cuda")  # of which nothing is there
+    assert all(tensor.data_ptr() in inside for tensor in model.parameters())
+
+
 def test_packed_gaps_are_left_as_they_were(pages: Pages) -> None:
     writer = Bag(a=torch.ones(1), b=torch.ones(ALIGNMENT + 1, dtype=torch.int8))
     manifest, stored = tensors.plan(writer, tag="weights")
@@ -475,6 +496,18 @@ def test_another_models_weights_are_refused_before_anything_is_changed(
     with pytest.raises(ValueError, match=complaint):
         pages.read(twin, manifest)
     assert tensors.unfilled(twin) == before
+
+
+def test_what_the_writer_made_into_something_else_stays_empty_in_part(pages: Pages) -> None:
+    """As a scale that was loaded as a Parameter, and is a buffer once it was looked at."""
+    writer = Net()
+    writer.kept = writer.scale.clone()
+    del writer.norm.weight
+    twin = twin_of(Net)
+    manifest = pages.write(writer)
+    tensors.install(twin, manifest, pages.map(manifest.size_bytes, writable=False), in_part=True)
+    assert tensors.unfilled(twin) == ["norm.weight"]
+    assert twin.kept.equal(writer.kept)
 
 
 def _with(manifest: Manifest, name: str) -> Manifest:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-SERVICE = ("gms.service", "gms.server", "gms.socket_path", "gms.journal", "gms.backends.cuda", "gms.backends.host")
+SERVICE = ("gms.service", "gms.server", "gms.socket_path", "gms.journal", "gms.backends.cuda", "gms.backends.beside")
 CLIENT = ("gms.client", "gms.custody", "gms.mapping", "gms.cuda_mapping", "gms.manifest", "gms.integrity")
 PROGRAM = """
 import sys

@@ -20,6 +20,7 @@ LINE = WatchLine(
     seq=812,
     standby=Role.STANDBY,
     kv_usage=0.41,
+    max_model_len=2048,
 )
 
 

@@ -61,6 +61,16 @@ def test_before_it_is_initialised_an_engine_may_be_silent_for_longer() -> None:
     assert look_on(watchdog(), 0.0, 70.0) == (60.5, Stuck.NO_BEAT)
 
 
+def test_one_that_was_told_to_stop_has_its_time_only_while_its_process_runs() -> None:
+    for role in (Role.INIT, Role.STANDBY, Role.ACTIVE):
+        dog = watchdog()
+        dog.beat(Beat(0, False, role), now=0.0)
+        dog.told_to_stop(now=0.0, end_timeout=80.0)
+        assert look_on(dog, 0.0, 20.0) is None
+        assert dog.look(now=20.5, stopped=True) is Stuck.NO_BEAT
+        assert look_on(dog, 21.0, 90.0) == (80.5, Stuck.NO_END)
+
+
 def test_beats_keep_an_idle_engine_alive_for_ever() -> None:
     dog = watchdog()
     for second in range(500):

@@ -17,7 +17,8 @@ from gms.connection import Connection
 from gms.custody_phases import Phase
 from gms.mapping import Backing, Reservation
 from gms.protocol import ErrorCode, Granted
-from workers.memory import KvMemory, MemoryService
+from workers.kv_memory import KvMemory
+from workers.memory import KV_POOL, MemoryService
 from workers.weights import WeightsMemory, pool_name
 
 DEADLINE = 10.0
@@ -80,7 +81,8 @@ class Hanging(FakeClient):
 
 class FakeLease(Lease):
     def __init__(self, client: FakeClient, pool: str, mode: LeaseMode) -> None:
-        granted = Granted(mode=mode, generation=1, fresh=False, manifest=b"m", allocations=[])
+        manifest = b"" if pool == KV_POOL else b"m"
+        granted = Granted(mode=mode, generation=1, fresh=False, manifest=manifest, allocations=[])
         super().__init__(cast(Connection, None), pool, 1, granted, [], on_release=lambda _: None)
         self.client = client
 

@@ -252,3 +252,11 @@ def test_what_is_killed_before_it_has_settled_backs_off() -> None:
         assert isinstance(start, Start)
         delays.append(start.delay_seconds)
     assert delays == [0.0, 1.0, 2.0, 4.0]
+
+
+def test_what_once_was_ready_is_never_given_up() -> None:
+    made = plan()
+    made.ready("a")
+    for name in ("a", "b", "gms"):
+        assert made.exited(name, ExitCode.BAD_CONFIGURATION, now=200.0) == [Start(name, 1.0)]
+    assert made.phase is Phase.RUNNING

@@ -134,6 +134,13 @@ def test_a_port_that_refuses_while_the_keeper_lives_is_a_fork_to_come() -> None:
     assert probe.observe(REFUSED, now=210.0) is NEVER
 
 
+def test_a_keeper_that_forks_nothing_is_not_waited_for() -> None:
+    stuck = Sighting(ok=False, refused=True, stuck=True)
+    probe = liveness()
+    probe.observe(alive(7), now=101.0)
+    assert [probe.observe(seen, now=200.0) for seen in (stuck, REFUSED, stuck, stuck)] == [KEEP, KEEP, KEEP, SILENT]
+
+
 def test_the_next_fork_is_not_waited_for_as_long_as_a_start() -> None:
     probe = Liveness(started=100.0, startup_seconds=600.0, failures=3)
     probe.observe(alive(7), now=101.0)

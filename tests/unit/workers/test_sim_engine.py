@@ -238,6 +238,7 @@ async def test_a_disconnect_before_the_body_is_no_error(tmp_path: Path) -> None:
         ("GET", "/v1/nothing", 404, "not_found"),
         ("GET", "/v1/completions", 405, "method_not_allowed"),
         ("POST", "/v1/models", 405, "method_not_allowed"),
+        ("POST", "/health", 405, "method_not_allowed"),
     ],
 )
 async def test_errors_of_routing(tmp_path: Path, method: str, path: str, status: int, code: str) -> None:
@@ -256,6 +257,7 @@ async def test_a_refused_request_is_in_the_envelope(tmp_path: Path) -> None:
 
 async def test_models_and_tokenize(tmp_path: Path) -> None:
     async with engine(tmp_path) as made:
+        assert (await Client(made, "/health", method="GET")()).status == 200
         models = await Client(made, "/v1/models", method="GET")()
         assert [model["id"] for model in models.json["data"]] == ["sim"]
         assert (await Client(made, "/tokenize", {"prompt": "the"})()).json["count"] == 1
@@ -281,6 +283,21 @@ async def test_life_of_the_memory(tmp_path: Path) -> None:
         await made.check_health()
 
 
+async def test_a_wake_at_the_wrong_time_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    fresh = SimEngine(EngineSettings(engine="sim", run_dir=tmp_path), None, tmp_path)
+    with pytest.raises(RuntimeError, match="not initialized"):
+        await fresh.wake(epoch=1)
+    async with engine(tmp_path) as made:
+        with pytest.raises(RuntimeError, match="awake already"):
+            await made.wake(epoch=2)
+        assert made.memory().kv_mapped
+        await made.park()
+        await made.park()
+        assert not made.memory().kv_mapped
+        await made.wake(epoch=3)
+        assert made.memory().kv_mapped
+
+
 async def test_park_keeps_requests_and_wake_goes_on_with_them(tmp_path: Path) -> None:
     async with engine(tmp_path) as made:
         client = Client(made, "/v1/completions", {"prompt": "x", "max_tokens": 3000, "stream": True})
@@ -294,6 +311,35 @@ async def test_park_keeps_requests_and_wake_goes_on_with_them(tmp_path: Path) ->
         await task
         assert made.steps > steps
         assert "".join(event["choices"][0]["text"] for event in client.events) == expected("x", 3000)
+
+
+async def test_quiesce_keeps_requests_and_wake_computes_them_anew(tmp_path: Path) -> None:
+    """Twice, and with one that leaves meanwhile and one that comes: all end as if nothing had been."""
+    async with engine(tmp_path) as made:
+        body = {"max_tokens": 3000, "stream": True}
+        clients = [Client(made, "/v1/completions", {**body, "prompt": prompt}) for prompt in ("x", "y", "z")]
+        tasks = [asyncio.create_task(client()) for client in clients]
+        for client in clients:
+            await client.first.wait()
+        for epoch in (2, 3):
+            await made.quiesce(timeout_seconds=5)
+            steps, sent = made.steps, len(clients[1].sent)
+            assert not made.memory().kv_mapped
+            assert made.kv_usage() == 0
+            if epoch == 2:
+                clients[2].leave()
+                late = Client(made, "/v1/completions", {**body, "prompt": "late"})
+                tasks.append(asyncio.create_task(late()))
+                clients.append(late)
+            await asyncio.sleep(0)
+            assert (made.steps, made.busy) == (steps, False)
+            await made.wake(epoch=epoch)
+            await made.check_health()
+            while len(clients[1].sent) <= sent:  # noqa: ASYNC110 - its answers come as they are made
+                await asyncio.sleep(0)
+        await asyncio.gather(*tasks)
+        for client, prompt in ((clients[0], "x"), (clients[1], "y"), (clients[3], "late")):
+            assert "".join(event["choices"][0]["text"] for event in client.events) == expected(prompt, 3000)
 
 
 async def test_kv_pages_too_small_for_the_capacity_are_refused(tmp_path: Path) -> None:

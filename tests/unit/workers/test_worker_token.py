@@ -10,9 +10,10 @@ import pytest
 
 from workers import worker_token
 from workers.asgi import Message, Receive, Scope, Send
+from workers.change import Change
 from workers.contract import HEADER_WORKER_TOKEN, WorkerTokenError, parse_worker_tokens
 from workers.pod_commands import environment
-from workers.serving import Change, ServingApp
+from workers.serving import ServingApp
 from workers.settings import EngineSettings, PodSettings, SettingsError, load_settings
 from workers.worker_token import WorkerTokens, worker_tokens
 

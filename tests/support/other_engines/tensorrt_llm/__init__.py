@@ -1,0 +1,1 @@
+"""A stand-in with the interface that the adapter uses."""
