@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 
 from pip_settings import pip_settings, torch_source, uv_environment  # noqa: E402
 
-GROUPS = ("core", "vllm", "opentelemetry", "test")
+GROUPS = ("core", "vllm", "opentelemetry", "load", "test", "pictures", "compile")
 PYTHON_VERSION = "3.11"
 PLATFORM = "x86_64-manylinux_2_28"
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -27,30 +27,48 @@ HEAD = """\
 
 Every setting is an environment variable, and most are a flag of their process, too; flags win, and `hotspare COMMAND
 --help` explains them. A bad value refuses to start, with a sentence and exit code 2. `hotspare` refuses variables that
-begin with `HOTSPARE_` and are not on this page; variables of another process are ignored. Durations are seconds and
-sizes bytes unless the name says otherwise. *Values* are a number's bounds, both included ("above 0": without 0), or the
-words that there are. Switches are `true` or `false` as variables and `--name` or `--no-name` as flags. Where a setting
-has several variables, the first one that is set wins.
+begin with `HOTSPARE_` and are not on this page; variables of another process are ignored, unless it is one that this
+one starts. Durations are seconds and sizes bytes unless the name says otherwise. *Values* are a number's bounds, both
+included ("above 0": without 0), or the words that there are. Switches are `true` or `false` as variables (`1` and `0`,
+`yes` and `no`, `on` and `off`, `t` and `f`, `y` and `n` are understood, too, in upper or lower case) and `--name` or
+`--no-name` as flags. Where a setting has several variables, the first one that is set wins.
 
 `hotspare up` passes its whole environment on to the processes that it starts, so the tables below its own hold there,
 too. It sets these for each process on its own, and from the outside they are ignored:
 {per_process}.
-
-`HOTSPARE_API_KEY` is the key that `status`, `up` and `bench` show to the gateway; without it, the first of
-`HOTSPARE_API_KEYS` or of the file that `HOTSPARE_API_KEYS_FILE` names, if they are set for the command, too.
-
-`HOTSPARE_MODEL_CACHE` names the folder where the embedded model is kept once it has been converted for vLLM.
 """
+OTHERS = """\
+| variable | read by | meaning |
+| --- | --- | --- |
+| `HOTSPARE_API_KEY` | `status`, `up`, `bench` | The key that they show to the gateway; without it, the first of \
+`HOTSPARE_API_KEYS` or of the file that `HOTSPARE_API_KEYS_FILE` names, if they are set for the command, too. |
+| `HOTSPARE_MODEL_CACHE` | vLLM engines | Folder where the embedded model is kept once it has been converted. \
+Unset: `hotspare` in `XDG_CACHE_HOME`. |
+"""
+GATEWAY = (
+    ("Listening and processes", ("host", "port", "processes", "run_dir", "parent_pid")),
+    ("Workers", ("workers", "kubernetes_", "discovery_", "worker_token", "heartbeat_", "attempt_limit", "health_")),
+    ("Resumes", ("resume",)),
+    ("Keys and TLS", ("api_keys", "tls_certificate", "tls_key")),
+    ("Time limits", ("_seconds",)),
+    ("Sizes and numbers", ("max_",)),
+    ("Pages in a browser (CORS)", ("cors_",)),
+    ("Logs and traces", ("log_", "access_log", "otlp_")),
+)
+"""Groups of the gateway's settings, and how their names begin (or end, with ``_`` in front)."""
 SHARED = """\
 A pod hands these on to its engines, and what is set in its environment for engines alone, too; an engine that is
-started by itself must be told the same.
+started by itself must be told the same. Its memory service likewise reads the variables of `hotspare gms` in the pod's
+environment, except for socket, device and metrics port, which are the pod's; of two memory limits the pod's own
+(`HOTSPARE_GMS_MEMORY_LIMIT_BYTES`) wins, and `HOTSPARE_GMS_MEMORY_LIMIT` holds where that is 0.
 """
 
 
 def page() -> str:
     """The whole page."""
     parts = [HEAD.format(per_process=wrapped(sorted(PER_PROCESS))), section("`hotspare up`", up_settings())]
-    parts.append(section("`hotspare gateway`", settings_of(Process.GATEWAY).values()))
+    parts.append("## `hotspare gateway`\n")
+    parts += [section(title, settings, level=3) for title, settings in grouped(settings_of(Process.GATEWAY))]
     pod, engine = settings_of(Process.POD), settings_of(Process.ENGINE)
     shared = {name: setting for name, setting in pod.items() if engine.get(name) == setting}
     parts.append(section("`hotspare pod` and its `hotspare engine`", shared.values(), before=SHARED))
@@ -58,7 +76,27 @@ def page() -> str:
     parts.append(section("`hotspare engine` alone", rest(engine, shared)))
     parts.append(section("The sim engine", sim_settings().values()))
     parts.append(section("`hotspare gms`", settings_of(Process.GMS).values()))
+    parts.append(f"## Other variables\n\n{OTHERS}")
     return "\n".join(parts)
+
+
+def grouped(settings: Mapping[str, Setting]) -> Iterator[tuple[str, list[Setting]]]:
+    """The gateway's settings in groups; one that fits nowhere is a mistake here."""
+    left = dict(settings)
+    # What begins like a group's names belongs there, and not where it ends like another's.
+    found: dict[str, list[str]] = {title: [] for title, _ in GATEWAY}
+    for by_end in (False, True):
+        for title, marks in GATEWAY:
+            ends = tuple(mark for mark in marks if mark.startswith("_"))
+            begins = tuple(mark for mark in marks if not mark.startswith("_"))
+            names = [name for name in left if (name.endswith(ends) if by_end else name.startswith(begins))]
+            found[title] += names
+            for name in names:
+                del left[name]
+    if left:
+        raise SystemExit(f"scripts/settings_doc.py: these belong to no group in GATEWAY: {', '.join(left)}")
+    for title, names in found.items():
+        yield title, [settings[name] for name in names]
 
 
 def rest(settings: Mapping[str, Setting], shared: Container[str]) -> list[Setting]:
@@ -95,9 +133,9 @@ def default_of(option: str) -> str:
     return "" if value is None else str(value)
 
 
-def section(title: str, settings: Iterable[Setting], *, before: str = "") -> str:
+def section(title: str, settings: Iterable[Setting], *, before: str = "", level: int = 2) -> str:
     rows = ["| variable | flag | default | values | meaning |", "| --- | --- | --- | --- | --- |", *map(row, settings)]
-    return "\n".join([f"## {title}", "", *([before] if before else []), *rows, ""])
+    return "\n".join([f"{'#' * level} {title}", "", *([before] if before else []), *rows, ""])
 
 
 def row(setting: Setting) -> str:

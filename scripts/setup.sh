@@ -10,7 +10,7 @@ root=$PWD
 
 groups="core vllm"
 if [ "${1:-}" = "--test" ]; then
-    groups="core vllm opentelemetry test"
+    groups="core vllm opentelemetry load test"
 elif [ $# -gt 0 ]; then
     echo "usage: scripts/setup.sh [--test]" >&2
     exit 2

@@ -80,11 +80,12 @@ def install_uv():
     )
 
 
-def install_groups(groups):
+def install_groups(groups, python=VENV_PYTHON, tools=VENV_PYTHON):
+    """Into the environment of `python`, by the uv and with the pip settings of `tools`."""
     from pip_settings import pip_settings, torch_source, uv_environment
 
-    settings = pip_settings(VENV_PYTHON)
-    command = [VENV_PYTHON, "-m", "uv", "pip", "install", "--python", VENV_PYTHON, "--no-deps"]
+    settings = pip_settings(tools)
+    command = [tools, "-m", "uv", "pip", "install", "--python", python, "--no-deps"]
     command += ["--require-hashes", "--compile-bytecode"]
     if not sys.stderr.isatty():
         command.append("--quiet")
