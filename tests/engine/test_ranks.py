@@ -26,7 +26,7 @@ from workers.settings import MIB
 pytestmark = [pytest.mark.engine, pytest.mark.process, pytest.mark.timeout(240)]
 
 PROMPT = "One, two, three, four. " * 48
-BLOCK_TOKENS = 128
+BLOCK_TOKENS = 32
 
 
 @dataclass

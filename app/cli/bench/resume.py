@@ -2,9 +2,10 @@
 
 One pod, one stream: a prompt of 64 tokens, and at most 32 of its answer delivered when the active engine gets its
 SIGKILL (a few more from kill to kill). The pause is the longest silence of the stream from then on. It holds the
-engine's teardown, until its lock is free; a prefill of prompt and delivered tokens at the other engine, as long as that
-of a new prompt of that length; and what is left: promotion, and the way to the resumed answer. Every answer is compared
-with one to the same prompt that nobody disturbs. What other gateways make of the same kills is in ``peers``.
+engine's teardown, until its lock is free; a prefill at the other engine of what no full block of the KV cache holds, as
+long as that of another prompt of that length whose full blocks are cached, too; and what is left: promotion, and the
+way to the resumed answer. Every answer is compared with one to the same prompt that nobody disturbs. What other
+gateways make of the same kills is in ``peers``.
 """
 
 from __future__ import annotations
@@ -138,9 +139,11 @@ async def _kill(
     struck = await strike(system, client, number, delivered=delivered, settle_seconds=settle_seconds)
     got, killed = struck.got, struck.killed
     undisturbed = await stream(client, struck.model, struck.prompt)
+    known = prompt_of(-1 - number, PROMPT_TOKENS + delivered)
+    filled = await stream(client, struck.model, known, 1)
     began = time.monotonic()
-    other = await stream(client, struck.model, prompt_of(-1 - number, PROMPT_TOKENS + delivered), 1)
-    if problem := undisturbed.problem or other.problem:
+    other = await stream(client, struck.model, known, 1)  # at least its last token is always computed
+    if problem := undisturbed.problem or filled.problem or other.problem:
         raise BenchError(f"an answer that nobody disturbed was not good: {problem}")
     return Kill(
         pause=pause(got.at, killed),

@@ -22,7 +22,7 @@ from workers.settings import MIB
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(120)]
 
-BLOCK_TOKENS = 128
+BLOCK_TOKENS = 32
 """vLLM's default on a CPU."""
 PROMPT_TOKENS = 300
 FULL = PROMPT_TOKENS // BLOCK_TOKENS * BLOCK_TOKENS

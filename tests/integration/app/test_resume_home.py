@@ -9,7 +9,6 @@ from typing import Any
 from tests.integration.app.conftest import Running, run_gateway, until
 from tests.integration.app.fake_worker import FakeWorker
 from tests.integration.app.generating import Story, is_resume, refuses
-from workers.contract import Role
 
 STORY = Story()
 LONG = 60.0

@@ -58,7 +58,12 @@ _OURS: Final = frozenset(
 """Arguments that follow from our own settings, or that this engine does not do: pipelines, and sleeping as vLLM
 does it, which would put weights and KV cache into memory of its own."""
 
-_ON_CPU: Final = ("--enforce-eager",)
+_ON_CPU: Final = (
+    "--enforce-eager",
+    # An engine that takes over computes again what is beyond the last full block of each stream. vLLM's own 128 tokens
+    # make that pause more than twice as long, and are no faster (docs/benchmarks.md). Its kernels want multiples of 32.
+    "--block-size=32",
+)
 _ON_GPU: Final = (
     # The size of the KV cache is set, so vLLM uses this for nothing but to refuse a start where less is free. A shadow
     # starts on a GPU that is full by intent, perhaps while a dead engine's memory is still on its way back.
