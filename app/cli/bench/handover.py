@@ -12,16 +12,20 @@ import asyncio
 import itertools
 import tempfile
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Final
 
 import httpx
 import msgspec
 
-from app.cli.bench.streaming import Say, Streamed, pair, prompt_of, spread, stream
+from app.cli.bench.streaming import Say, Streamed, prompt_of, spread, stream
 from app.cli.bench.system import BenchError, System, running_system
+from app.cli.bench.together import together
 from workers.handover import START_PATH
 from workers.pod_key import HEADER_POD_KEY, read_pod_key
+from workers.state import EngineState
 
 PROMPT_TOKENS: Final = 32
 READY_SECONDS: Final = 300.0
@@ -48,28 +52,24 @@ class Load:
         self._client = client
         self._model = model
         self._tokens = tokens
+        self._count = streams
         self._numbers = itertools.count()
         self._stopping = False
         self.streams: list[Stream] = []
-        self._tasks = [asyncio.create_task(self._keep_on()) for _ in range(streams)]
-
-    @property
-    def running(self) -> list[Stream]:
-        return [one for one in self.streams if not one.ended]
 
     def steady(self, since: float) -> bool:
         """Whether all streams that are to run have got a few events since then."""
-        events = [sum(moment >= since for moment in one.got.at) for one in self.running]
-        return len(events) == len(self._tasks) and all(count >= STEADY_EVENTS for count in events)
+        events = [sum(moment >= since for moment in one.got.at) for one in self.streams if not one.ended]
+        return len(events) == self._count and all(count >= STEADY_EVENTS for count in events)
 
-    async def finish(self) -> None:
-        """Let the streams that run come to their end, and begin no other."""
-        self._stopping = True
-        await asyncio.gather(*self._tasks)
-
-    def cancel(self) -> None:
-        for task in self._tasks:
-            task.cancel()
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[Load]:
+        """Stream while inside; on leaving, streams come to their end and no other begins."""
+        async with together() as group:
+            for _ in range(self._count):
+                group.create_task(self._keep_on())
+            yield self
+            self._stopping = True
 
     async def _keep_on(self) -> None:
         while not self._stopping:
@@ -95,20 +95,17 @@ async def measure(*, engine: str, handovers: int, streams: int, tokens: int, say
                 base_url=system.gateway_url, headers=system.headers, timeout=REQUEST_SECONDS, trust_env=False
             ) as client,
         ):
-            active = await system.until(
-                lambda: pair(system), saying="an active engine and a spare", timeout_seconds=READY_SECONDS
+            active: EngineState = await system.until(
+                system.pair, saying="an active engine and a spare", timeout_seconds=READY_SECONDS
             )
-            load = Load(client, str(active["models"][0]), streams=streams, tokens=tokens)
-            try:
+            model = active.models[0]
+            load = Load(client, model, streams=streams, tokens=tokens)
+            async with load.running():
                 for number in range(1, handovers + 1):
                     began, seconds = await _hand_over(system, load, run_dir)
                     moments.append((began, seconds))
                     say(f"hand-over {number} of {handovers}: the spare serves after {seconds:.3f} s")
-                await load.finish()
-            finally:
-                load.cancel()
             whole = [one for one in load.streams if not one.got.problem]
-            model = str(active["models"][0])
             again = await asyncio.gather(*(stream(client, model, one.prompt, tokens) for one in whole))
     for undisturbed in again:
         if undisturbed.problem:
@@ -121,17 +118,17 @@ async def _hand_over(system: System, load: Load, run_dir: Path) -> tuple[float, 
     """Once there is a spare and the load is steady; when it began, and how long it took."""
     since = time.monotonic()
 
-    async def ready() -> dict[str, Any]:
-        return await pair(system) if load.steady(since) else {}
+    async def ready() -> EngineState | None:
+        return await system.pair() if load.steady(since) else None
 
-    active = await system.until(ready, saying="a spare, and a steady load", timeout_seconds=READY_SECONDS)
-    port = system.pod["engines"][active["engine"]]["admin_port"]
+    active: EngineState = await system.until(ready, saying="a spare, and a steady load", timeout_seconds=READY_SECONDS)
+    port = system.pod["engines"][active.engine]["admin_port"]
     headers = {HEADER_POD_KEY: read_pod_key(run_dir / "pod-0")}
     began = time.monotonic()
     async with httpx.AsyncClient(timeout=HANDOVER_SECONDS, trust_env=False) as client:
         answer = await client.post(f"http://{system.pod['host']}:{port}{START_PATH}", headers=headers, content=b"{}")
     if answer.status_code != httpx.codes.OK:
-        raise BenchError(f"engine {active['engine']} did not hand over: {answer.text[:300]}")
+        raise BenchError(f"engine {active.engine} did not hand over: {answer.text[:300]}")
     return began, time.monotonic() - began
 
 

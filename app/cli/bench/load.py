@@ -11,6 +11,8 @@ from typing import Any, Final
 import httpx
 import msgspec
 
+from app.cli.bench.together import together
+
 REQUEST_TIMEOUT_SECONDS: Final = 180.0
 
 
@@ -49,13 +51,13 @@ class SteadyLoad:
     async def running(self) -> AsyncIterator[SteadyLoad]:
         """Send while inside; requests that are out at the end are waited for."""
         limits = httpx.Limits(max_connections=self._most, max_keepalive_connections=self._most)
-        async with httpx.AsyncClient(timeout=REQUEST_TIMEOUT_SECONDS, limits=limits, trust_env=False) as client:
-            sending = asyncio.create_task(self._send(client))
-            try:
-                yield self
-            finally:
-                sending.cancel()
-                await asyncio.gather(sending, *self._running, return_exceptions=True)
+        async with (
+            httpx.AsyncClient(timeout=REQUEST_TIMEOUT_SECONDS, limits=limits, trust_env=False) as client,
+            together() as group,
+        ):
+            sending = group.create_task(self._send(client, group))
+            yield self
+            sending.cancel()
 
     async def wait_for_success(self, *, count: int, timeout_seconds: float) -> None:
         """Until ``count`` more requests succeeded.
@@ -83,11 +85,11 @@ class SteadyLoad:
                 self._more.clear()
                 await self._more.wait()
 
-    async def _send(self, client: httpx.AsyncClient) -> None:
+    async def _send(self, client: httpx.AsyncClient, group: asyncio.TaskGroup) -> None:
         due = time.monotonic()
         while True:
             if len(self._running) < self._most:
-                task = asyncio.create_task(self._one(client))
+                task = group.create_task(self._one(client))
                 self._running.add(task)
                 task.add_done_callback(self._running.discard)
             due = max(due + self._period, time.monotonic())

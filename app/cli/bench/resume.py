@@ -20,8 +20,9 @@ from typing import Any, Final, NamedTuple
 import httpx
 import msgspec
 
-from app.cli.bench.streaming import ANSWER_TOKENS, Say, Streamed, pair, prompt_of, spread, stream
+from app.cli.bench.streaming import ANSWER_TOKENS, Say, Streamed, prompt_of, spread, stream
 from app.cli.bench.system import BenchError, System, running_system
+from workers.state import EngineState
 
 PROMPT_TOKENS: Final = 64
 MOST_DELIVERED: Final = 32
@@ -103,26 +104,28 @@ async def strike(
         BenchError: there was nothing to kill, or nobody was promoted.
     """
 
-    async def ready() -> dict[str, Any]:
-        active = await pair(system)
-        return active if active and active["role_seconds"] >= settle_seconds else {}
+    async def ready() -> EngineState | None:
+        active = await system.pair()
+        return active if active is not None and active.role_seconds >= settle_seconds else None
 
-    victim = await system.until(ready, saying="an active engine and a spare", timeout_seconds=READY_SECONDS)
+    victim: EngineState = await system.until(
+        ready, saying="an active engine and a spare", timeout_seconds=READY_SECONDS
+    )
     killed = 0.0
 
     async def reached(count: int) -> None:
         nonlocal killed
         if count >= delivered and not killed:
-            killed = await system.kill(victim["pid"])
+            killed = await system.kill(victim.pid)
 
-    model, prompt = str(victim["models"][0]), prompt_of(number, PROMPT_TOKENS)
+    model, prompt = victim.models[0], prompt_of(number, PROMPT_TOKENS)
     got = await stream(client, model, prompt, ANSWER_TOKENS, reached)
     if not killed:
         raise BenchError(f"the answer ended before its engine was killed: {got.problem or got.text!r}")
 
     async def promoted() -> dict[str, Any]:
         state = await system.engine("ACTIVE")
-        return state if state and state["epoch"] != victim["epoch"] else {}
+        return state if state and state["epoch"] != victim.epoch else {}
 
     active = await system.until(promoted, saying="the spare is active", timeout_seconds=READY_SECONDS)
     return Struck(got, model, prompt, killed, active)

@@ -1,4 +1,4 @@
-"""A stream whose events are timed, and what benchmarks of streams share: prompts, a pod with a spare, figures."""
+"""A stream whose events are timed, and what benchmarks of streams share: prompts and figures."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from typing import Any, Final, Literal
 
 import httpx
 import msgspec
-
-from app.cli.bench.system import System
 
 ANSWER_TOKENS: Final = 48
 
@@ -33,13 +31,8 @@ class Streamed(msgspec.Struct, kw_only=True):
 
 
 def prompt_of(seed: int, length: int) -> list[int]:
+    """Token ids; the same for the same seed."""
     return random.Random(seed).choices(_TOKENS, k=length)  # noqa: S311
-
-
-async def pair(system: System) -> dict[str, Any]:
-    """The state of the active engine, if there is one and a spare; else empty."""
-    active, spare = await system.engine("ACTIVE"), await system.engine("STANDBY")
-    return active if active and spare else {}
 
 
 async def _nothing(count: int) -> None:

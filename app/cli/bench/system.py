@@ -15,12 +15,12 @@ from typing import Any, Final, TypeVar
 import httpx
 import msgspec
 
+from app.cli.bench.pods import active_of
 from app.cli.door import client_key, key_headers
 from app.cli.launch import module_command, safe_environment
-from app.cli.observe import ask_pod
 from app.cli.plan import LOOPBACK
-from app.cli.run_dir import read_pods
-from workers.contract import HEADER_WORKER_TOKEN, Role
+from app.cli.run_dir import read_pod
+from workers.contract import HEADER_WORKER_TOKEN
 from workers.ports import PortReservation
 from workers.state import EngineState
 
@@ -149,6 +149,11 @@ class System:
         """The engine with this role, or {}."""
         return next((state for state in await self.engines() if state["role"] == role), {})
 
+    async def pair(self) -> EngineState | None:
+        """The active engine, if there is one and a spare; else None."""
+        record = read_pod(self._run_dir / "pod-0")
+        return None if record is None else await active_of(record)
+
     async def history(self) -> list[dict[str, Any]]:
         """The gateway's transitions of the pod, oldest first."""
         status = await self.get(f"{self.gateway_url}/status")
@@ -210,18 +215,6 @@ async def running_pod(run_dir: Path, *, engine: str, timeout_seconds: float) -> 
             system = System(run_dir, process, client, worker_token="")
             await system.find_pod(timeout_seconds=timeout_seconds)
             yield system
-
-
-async def complete(run_dir: Path, count: int) -> str:
-    """The model's name, once there are so many pods and each has an active engine and a spare; "" before."""
-    model = ""
-    pods = read_pods(run_dir)
-    for pod in pods:
-        states = [answer for answer in (await ask_pod(pod)).values() if isinstance(answer, EngineState)]
-        if {state.role for state in states} != {Role.ACTIVE, Role.STANDBY}:
-            return ""
-        model = states[0].models[0]
-    return model if len(pods) == count else ""
 
 
 @asynccontextmanager

@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
-from app.cli.bench.handover import Stream, pauses, summarise
+import httpx
+
+from app.cli.bench.handover import Load, Stream, pauses, summarise
 from app.cli.bench.streaming import Streamed
 
 STEADY = [0.1 * number for number in range(100)]
+
+
+async def test_the_load_is_steady_once_each_of_its_streams_has_got_a_few_events() -> None:
+    async with httpx.AsyncClient() as client:
+        load = Load(client, "m", streams=2, tokens=4)
+    ended = Stream(prompt=[1], got=Streamed(at=STEADY), ended=True)
+    load.streams += [ended, Stream(prompt=[2], got=Streamed(at=STEADY))]
+    assert not load.steady(0.0)  # the second one has not begun
+    load.streams.append(Stream(prompt=[3], got=Streamed(at=STEADY[-4:])))
+    assert not load.steady(0.0)
+    load.streams[-1].got.at.append(10.0)
+    assert load.steady(0.0)
+    assert not load.steady(9.65)
 
 
 def test_a_pause_belongs_to_the_hand_over_that_it_began_around() -> None:

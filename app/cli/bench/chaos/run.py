@@ -18,7 +18,9 @@ from app.cli.bench.chaos.clients import Listener, Load
 from app.cli.bench.chaos.figures import report
 from app.cli.bench.chaos.learned import LearnedAnswers
 from app.cli.bench.chaos.plan import ROUTES, Kill, Manner, Question, kills, questions
-from app.cli.bench.system import BenchError, System, complete, running_system
+from app.cli.bench.pods import model_of
+from app.cli.bench.system import BenchError, System, running_system
+from app.cli.bench.together import together
 from app.cli.errors import CliError
 from app.cli.fault import inject
 
@@ -93,7 +95,7 @@ async def measure(plan: Plan, say: Say) -> dict[str, Any]:
             timeout_seconds=READY_SECONDS,
         ) as system:
             model = await system.until(
-                lambda: complete(run_dir, PODS), saying="each pod has a spare", timeout_seconds=READY_SECONDS
+                lambda: model_of(run_dir, PODS), saying="each pod has a spare", timeout_seconds=READY_SECONDS
             )
             load = Load(
                 system.gateway_url,
@@ -115,20 +117,15 @@ async def _under_load(
     say(f"chaos: {plan.streams} clients, {len(planned)} kills in {plan.seconds:g} s")
     late: list[float] = []
     began = time.monotonic()
-    try:
-        async with asyncio.TaskGroup() as group:
-            watching = [group.create_task(system.run_on()), group.create_task(_note_lateness(late))]
-            working = [group.create_task(load.client(number, what)) for number, what in enumerate(asked)]
-            working.append(group.create_task(killer.run(began=began, every=plan.kill_every)))
-            await asyncio.sleep(plan.seconds)
-            load.end()
-            await asyncio.wait(working)
-            for task in watching:
-                task.cancel()
-    except ExceptionGroup as problems:
-        if (known := problems.subgroup(BenchError)) is None:
-            raise
-        raise known.exceptions[0] from None
+    async with together() as group:
+        watching = [group.create_task(system.run_on()), group.create_task(_note_lateness(late))]
+        working = [group.create_task(load.client(number, what)) for number, what in enumerate(asked)]
+        working.append(group.create_task(killer.run(began=began, every=plan.kill_every)))
+        await asyncio.sleep(plan.seconds)
+        load.end()
+        await asyncio.wait(working)
+        for task in watching:
+            task.cancel()
     seconds = round(time.monotonic() - began, 1)
     done = {**msgspec.to_builtins(plan), "took_seconds": seconds}
     return report(load.outcomes, killer.done, skipped=killer.skipped, late=late, plan=done)

@@ -17,6 +17,7 @@ import msgspec
 
 from app.cli.bench.failover.series import Record
 from app.cli.bench.streaming import prompt_of
+from app.cli.bench.together import together
 
 CONNECT_SECONDS: Final = 30.0
 _READ_BYTES: Final = 1 << 16
@@ -58,21 +59,21 @@ class OpenLoad:
     async def running(self, *, patience: float) -> AsyncIterator[OpenLoad]:
         """Send while inside, until ``end``; on leaving, answers are waited for, ``patience`` seconds at most."""
         tasks: set[asyncio.Task[None]] = set()
-        sending = asyncio.create_task(self._send(tasks))
         try:
-            yield self
-            self.end()
-            await sending
-            if tasks:
-                await asyncio.wait(tasks, timeout=patience)
+            async with together() as group:
+                sending = group.create_task(self._send(group, tasks))
+                yield self
+                self.end()
+                await sending
+                if tasks:
+                    await asyncio.wait(tasks, timeout=patience)
+                for task in tasks:
+                    task.cancel()
         finally:
-            for task in (sending, *tasks):
-                task.cancel()
-            await asyncio.gather(sending, *tasks, return_exceptions=True)
             for record in self.records:
                 record.end = record.end or "it had not ended when the run did"
 
-    async def _send(self, tasks: set[asyncio.Task[None]]) -> None:
+    async def _send(self, group: asyncio.TaskGroup, tasks: set[asyncio.Task[None]]) -> None:
         began, number = time.monotonic(), 0
         while True:
             due = began + number * self._period
@@ -85,7 +86,7 @@ class OpenLoad:
                 pass
             record = Record(number=number, due=due)
             self.records.append(record)
-            task = asyncio.create_task(self._ask(record, payload))
+            task = group.create_task(self._ask(record, payload))
             tasks.add(task)
             task.add_done_callback(tasks.discard)
             number += 1

@@ -20,9 +20,11 @@ import msgspec
 from app.cli.bench.failover.figures import Seen, summarise
 from app.cli.bench.failover.load import OpenLoad, request_id
 from app.cli.bench.failover.scale import PODS, Plan, environment
-from app.cli.bench.failover.watching import LOOK_SECONDS, Watch, engines_of
+from app.cli.bench.failover.watching import LOOK_SECONDS, Watch
+from app.cli.bench.pods import engines_of, model_of
 from app.cli.bench.recovery.arms import ARMS, Arm
 from app.cli.bench.system import BenchError, System, running_system
+from app.cli.bench.together import together
 from app.cli.run_dir import read_pods
 from workers.contract import Role
 from workers.state import EngineState
@@ -66,18 +68,13 @@ async def _run_arm(plan: Plan, arm: Arm, run_dir: Path, say: Say) -> Seen:
     flags = ["--engine", plan.engine, "--pods", str(PODS), *arm.flags]
     async with running_system(run_dir, flags=flags, env=env, timeout_seconds=READY_SECONDS) as system:
         model = await system.until(
-            lambda: _complete(run_dir, spare=arm.spare), saying="all engines are there", timeout_seconds=READY_SECONDS
+            lambda: model_of(run_dir, PODS), saying="all engines are there", timeout_seconds=READY_SECONDS
         )
         experiment = _Experiment(plan, arm, system, run_dir, model, say)
-        try:
-            async with asyncio.TaskGroup() as group:
-                watching = group.create_task(system.run_on())
-                seen = await experiment.run()
-                watching.cancel()
-        except ExceptionGroup as problems:
-            if (known := problems.subgroup((BenchError, TimeoutError))) is None:
-                raise
-            raise known.exceptions[0] from None
+        async with together() as group:
+            watching = group.create_task(system.run_on())
+            seen = await experiment.run()
+            watching.cancel()
     _read_log(run_dir, seen)  # it is whole now
     seen.load_average = (round(load_before, 2), round(os.getloadavg()[0], 2))
     return seen
@@ -101,8 +98,8 @@ class _Experiment:
 
     async def run(self) -> Seen:
         plan, load = self._plan, self._load
-        watching = asyncio.create_task(self._watch.run())
-        try:
+        async with together() as group:
+            watching = group.create_task(self._watch.run())
             began = time.monotonic()
             settle, observe = plan.seconds(plan.settle_seconds), plan.seconds(plan.observe_seconds)
             async with load.running(patience=observe + MARGIN_SECONDS):
@@ -119,19 +116,13 @@ class _Experiment:
                     interrupted=victim.inflight,
                 )
                 self._say(f"{self._arm.name}: killed engine {victim.engine} with {victim.inflight} requests")
-                back = asyncio.create_task(self._come_back(victim, seen))
-                try:
-                    await asyncio.sleep(seen.ended - time.monotonic())
-                    load.end()
-                    async with asyncio.timeout(MARGIN_SECONDS):
-                        await back
-                finally:
-                    back.cancel()
-                    await asyncio.gather(back, return_exceptions=True)
-            await self._watch.look()
-        finally:
+                back = group.create_task(self._come_back(victim, seen))
+                await asyncio.sleep(seen.ended - time.monotonic())
+                load.end()
+                async with asyncio.timeout(MARGIN_SECONDS):
+                    await back
             watching.cancel()
-            await asyncio.gather(watching, return_exceptions=True)
+            await self._watch.look()
         seen.records, seen.samples, seen.lives = load.records, self._watch.samples, self._watch.lives
         lost = sum(record.lost for record in seen.records)
         self._say(f"{self._arm.name}: {len(seen.records)} requests, {lost} lost")
@@ -173,18 +164,6 @@ def _moments(history: list[dict[str, Any]], epoch: int, killed: float) -> tuple[
     noticed = [entry["monotonic"] for entry in later if entry["state"] != "UP"]
     up = [entry["monotonic"] for entry in later if entry["state"] == "UP" and entry["epoch"] != epoch]
     return min((*noticed, *up), default=None), min(up, default=None)
-
-
-async def _complete(run_dir: Path, *, spare: bool) -> str:
-    """The model's name, once every pod has an active engine, and a spare if it is to have one; "" before."""
-    model, pods = "", read_pods(run_dir)
-    for pod in pods:
-        states = await engines_of(pod)
-        roles = {state.role for state in states}
-        if Role.ACTIVE not in roles or (spare and Role.STANDBY not in roles):
-            return ""
-        model = states[0].models[0]
-    return model if len(pods) == PODS else ""
 
 
 def _read_log(run_dir: Path, seen: Seen) -> None:

@@ -8,21 +8,15 @@ from pathlib import Path
 from typing import Any, Final
 
 from app.cli.bench.failover.figures import Life, Sample
+from app.cli.bench.pods import engines_of
 from app.cli.bench.system import System
-from app.cli.observe import ask_pod
 from app.cli.run_dir import read_pods
 from workers.contract import Role
 from workers.pod_files import PodRecord
-from workers.state import EngineState
 
 LOOK_SECONDS: Final = 0.5
 """Of the run; at most a hundredth of what is observed."""
 _COUNTS: Final = tuple(name for name in Life.__struct_fields__ if name not in ("worker", "epoch"))
-
-
-async def engines_of(pod: PodRecord) -> list[EngineState]:
-    """Those that answer."""
-    return [answer for answer in (await ask_pod(pod)).values() if isinstance(answer, EngineState)]
 
 
 class Watch:

@@ -12,17 +12,15 @@ from pathlib import Path
 from typing import Any, Final
 
 from app.cli.bench.loadtest.scenario import Event
+from app.cli.bench.pods import active_of
 from app.cli.bench.system import ended
 from app.cli.errors import CliError
 from app.cli.fault import Fault, inject
 from app.cli.handover import hand_over
-from app.cli.observe import ask_pod
 from app.cli.plan import pod_name
 from app.cli.roll import roll
 from app.cli.run_dir import find_pod, is_running, read_pod
-from workers.contract import Role
 from workers.handover import Asked
-from workers.state import EngineState
 
 POD_MODULE: Final = "workers"
 RETRY_SECONDS: Final = 0.05
@@ -182,12 +180,7 @@ class Deeds:
 
 async def _complete(folder: Path, pid: int) -> bool:
     record = read_pod(folder)
-    if record is None or record.pid != pid:
-        return False
-    states = [answer for answer in (await ask_pod(record)).values() if isinstance(answer, EngineState)]
-    return {Role.ACTIVE, Role.STANDBY} <= {state.role for state in states} or (
-        len(record.engines) == 1 and any(state.role is Role.ACTIVE for state in states)
-    )
+    return record is not None and record.pid == pid and await active_of(record) is not None
 
 
 async def _gone(pidfd: int, seconds: float) -> bool:

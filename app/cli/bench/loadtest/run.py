@@ -21,7 +21,9 @@ from app.cli.bench.loadtest.figures import Figures
 from app.cli.bench.loadtest.judging import FormJudge, Judge, SimJudge
 from app.cli.bench.loadtest.process import generating
 from app.cli.bench.loadtest.scenario import Scenario
-from app.cli.bench.system import BenchError, System, complete, running_system
+from app.cli.bench.pods import model_of
+from app.cli.bench.system import BenchError, System, running_system
+from app.cli.bench.together import together
 from app.cli.door import client_key, key_headers
 
 READY_SECONDS: Final = 300.0
@@ -57,7 +59,7 @@ async def measure(plan: Plan, say: Say) -> dict[str, Any]:
         say(f"load: starting {plan.scenario.pods} pods")
         async with Deeds(run_dir, plan.scenario.events, say) as deeds, _fleet(plan, run_dir) as system:
             model = await system.until(
-                lambda: complete(run_dir, plan.scenario.pods),
+                lambda: model_of(run_dir, plan.scenario.pods),
                 saying="each pod has a spare",
                 timeout_seconds=READY_SECONDS,
             )
@@ -79,17 +81,13 @@ async def _under_load(
     judge: Judge = SimJudge(_sim_answers(plan, model), model) if plan.engine == "sim" else FormJudge()
     figures = Figures(scenario)
     say(f"load: {plan.name}, about {scenario.expected:.0f} requests in {scenario.seconds:g} s to {host}")
-    async with generating(scenario, folder, host=host, model=model) as generator:
-        try:
-            async with asyncio.TaskGroup() as group:
-                watching = group.create_task(system.run_on()) if system is not None else None
-                following = group.create_task(generator.follow(scenario, judge, figures))
-                doing = group.create_task(deeds.run(await generator.began()))
-                await asyncio.wait([following, doing])
-                if watching is not None:
-                    watching.cancel()
-        except ExceptionGroup as problems:
-            raise _bench_error(problems) from None
+    async with generating(scenario, folder, host=host, model=model) as generator, together() as group:
+        watching = group.create_task(system.run_on()) if system is not None else None
+        following = group.create_task(generator.follow(scenario, judge, figures))
+        doing = group.create_task(deeds.run(await generator.began()))
+        await asyncio.wait([following, doing])
+        if watching is not None:
+            watching.cancel()
     about = {
         "scenario": plan.name,
         "seed": scenario.seed,
@@ -100,14 +98,6 @@ async def _under_load(
         "seconds": scenario.seconds,
     }
     return figures.report(following.result(), deeds.done, about=about)
-
-
-def _bench_error(problems: ExceptionGroup[Exception]) -> Exception:
-    """The one among them that says what happened; all of them, if none does."""
-    error: Exception = problems.subgroup(BenchError) or problems
-    while isinstance(error, ExceptionGroup) and len(error.exceptions) == 1:
-        error = error.exceptions[0]
-    return error
 
 
 async def _first_model(host: str) -> str:

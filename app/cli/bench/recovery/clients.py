@@ -6,7 +6,6 @@ A client whose answer ends too soon asks for it again, as people's programs do; 
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -16,6 +15,8 @@ import httpx
 import msgspec
 
 from app.cli.bench.recovery.figures import Asked
+from app.cli.bench.streaming import prompt_of
+from app.cli.bench.together import together
 
 CLIENTS: Final = 4
 PROMPT_TOKENS: Final = 16
@@ -24,13 +25,6 @@ ANSWER_TOKENS: Final = 16
 AGAIN_SECONDS: Final = 0.1
 """More often would take the restart's own share of the processor."""
 REQUEST_SECONDS: Final = 180.0
-_TOKENS: Final = range(40, 120)
-"""Any will do that every engine has."""
-
-
-def prompt_of(seed: int, length: int) -> list[int]:
-    """Token ids; the same for the same seed."""
-    return random.Random(seed).choices(_TOKENS, k=length)  # noqa: S311
 
 
 def body_of(model: str, prompt: list[int], tokens: int) -> dict[str, Any]:
@@ -57,16 +51,16 @@ class Clients:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[Clients]:
         limits = httpx.Limits(max_connections=self._count, max_keepalive_connections=self._count)
-        async with httpx.AsyncClient(
-            timeout=REQUEST_SECONDS, limits=limits, headers=dict(self._headers), trust_env=False
-        ) as client:
-            tasks = [asyncio.create_task(self._ask_on(client, number)) for number in range(self._count)]
-            try:
-                yield self
-            finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
+        async with (
+            httpx.AsyncClient(
+                timeout=REQUEST_SECONDS, limits=limits, headers=dict(self._headers), trust_env=False
+            ) as client,
+            together() as group,
+        ):
+            tasks = [group.create_task(self._ask_on(client, number)) for number in range(self._count)]
+            yield self
+            for task in tasks:
+                task.cancel()
 
     async def first_token_after(self, moment: float, *, timeout_seconds: float) -> float:
         """When the first token came after ``moment``.

@@ -27,9 +27,10 @@ import httpx
 
 from app.cli.bench.load import SteadyLoad
 from app.cli.bench.recovery.arms import Arm, chosen
-from app.cli.bench.recovery.clients import Clients, body_of, prompt_of
+from app.cli.bench.recovery.clients import Clients, body_of
 from app.cli.bench.recovery.figures import BEFORE_SECONDS, Done, Round, summarise
 from app.cli.bench.recovery.stock import Stock, running_stock
+from app.cli.bench.streaming import prompt_of
 from app.cli.bench.system import BenchError, System, running_system
 from app.cli.observe import private_bytes
 from app.cli.variables import KNOWN
