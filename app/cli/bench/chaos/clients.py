@@ -17,6 +17,7 @@ from websockets.exceptions import WebSocketException
 from app.cli.bench.chaos.answers import Fate, Got
 from app.cli.bench.chaos.figures import Outcome, Pause
 from app.cli.bench.chaos.plan import Manner, Question
+from app.cli.bench.system import BenchError
 from workers.engines.sim.tokens import render_chat
 
 REQUEST_SECONDS: Final = 120.0
@@ -32,9 +33,13 @@ class Answers(Protocol):
 
     def body(self, question: Question) -> dict[str, Any]: ...
 
-    def text(self, prompt: str, count: int) -> str: ...
-
     def judge(self, question: Question, body: dict[str, Any], got: Got) -> tuple[Fate, str]: ...
+
+
+class Texts(Protocol):
+    """What an engine says after any prompt, where that can be computed. Sessions are compared with it."""
+
+    def text(self, prompt: str, count: int) -> str: ...
 
 
 class Listener:
@@ -61,13 +66,22 @@ class Load:
     """All clients. ``outcomes`` grows as requests end."""
 
     def __init__(
-        self, url: str, *, headers: Mapping[str, str], model: str, answers: Answers, pause_seconds: float
+        self,
+        url: str,
+        *,
+        headers: Mapping[str, str],
+        model: str,
+        answers: Answers,
+        texts: Texts | None,
+        pause_seconds: float,
     ) -> None:
-        """``pause_seconds``: the shortest silence of a stream that is noted."""
+        """``texts``: None where no session is asked for. ``pause_seconds``: the shortest silence of a stream that is
+        noted."""
         self._url = url
         self._headers = dict(headers)
         self._model = model
-        self.answers = answers
+        self._answers = answers
+        self._texts = texts
         self.pause_seconds = pause_seconds
         self._over = asyncio.Event()
         self.outcomes: list[Outcome] = []
@@ -95,11 +109,13 @@ class Load:
                 return
             listener = Listener(self.pause_seconds)
             if question.manner is Manner.REALTIME:
-                fate, detail = await self._session(question, listener)
+                if self._texts is None:
+                    raise BenchError("a session was to be asked for, and nobody knows what it should say")
+                fate, detail = await self._session(question, listener, self._texts)
             else:
-                body = self.answers.body(question)
+                body = self._answers.body(question)
                 got = await self.ask(question, body, listener)
-                fate, detail = self.answers.judge(question, body, got)
+                fate, detail = self._answers.judge(question, body, got)
             self.outcomes.append(
                 Outcome(
                     client=number,
@@ -144,7 +160,7 @@ class Load:
             got.body = b"".join(parts)
             await response.aclose()
 
-    async def _session(self, question: Question, listener: Listener) -> tuple[Fate, str]:
+    async def _session(self, question: Question, listener: Listener, texts: Texts) -> tuple[Fate, str]:
         """Two responses, one after the other, in one conversation."""
         url = f"{self._url.replace('http', 'ws', 1)}{question.path}?model={self._model}"
         try:
@@ -164,7 +180,7 @@ class Load:
                     said, problem = await _response(connection, listener)
                     if problem:
                         return Fate.LOST, problem
-                    expected = self.answers.text(render_chat(turns), question.tokens)
+                    expected = texts.text(render_chat(turns), question.tokens)
                     if said != expected:
                         return Fate.WRONG, f"{said!r} for {expected!r}"
                     turns.append(("assistant", said))

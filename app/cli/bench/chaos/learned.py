@@ -27,7 +27,7 @@ class Told(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LearnedAnswers:
-    """Uncut answers, by question."""
+    """Uncut answers, by question. Not of sessions: what is said in their second turn depends on the first."""
 
     def __init__(self, *, model: str) -> None:
         self._model = model
@@ -36,10 +36,6 @@ class LearnedAnswers:
     def body(self, question: Question) -> dict[str, Any]:
         """The request's JSON."""
         return request_body(question, self._model)
-
-    def text(self, prompt: str, count: int) -> str:
-        """Sessions are not asked for: their second turn depends on the first."""
-        raise NotImplementedError
 
     def learn(self, question: Question, got: Got) -> bool:
         """Take an answer for the right one; whether it is whole."""

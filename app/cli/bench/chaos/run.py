@@ -97,15 +97,17 @@ async def measure(plan: Plan, say: Say) -> dict[str, Any]:
             model = await system.until(
                 lambda: model_of(run_dir, PODS), saying="each pod has a spare", timeout_seconds=READY_SECONDS
             )
+            answers = _answers(plan, model)
             load = Load(
                 system.gateway_url,
                 headers=system.headers,
                 model=model,
-                answers=_answers(plan, model),
+                answers=answers,
+                texts=answers if isinstance(answers, SimAnswers) else None,
                 pause_seconds=PAUSE_SECONDS[plan.engine],
             )
             async with load.ready():
-                asked = await _asked(plan, load)
+                asked = await _asked(plan, load, answers)
                 return await _under_load(plan, system, run_dir, load, asked, say)
 
 
@@ -145,15 +147,15 @@ def _answers(plan: Plan, model: str) -> SimAnswers | LearnedAnswers:
     return LearnedAnswers(model=model)
 
 
-async def _asked(plan: Plan, load: Load) -> list[Iterator[Question]]:
+async def _asked(plan: Plan, load: Load, answers: SimAnswers | LearnedAnswers) -> list[Iterator[Question]]:
     """What each client asks; answers that cannot be computed are learned first."""
     numbers = range(plan.streams)
-    if not isinstance(load.answers, LearnedAnswers):
+    if not isinstance(answers, LearnedAnswers):
         return [questions(seed=plan.seed, client=number) for number in numbers]
     for path in ROUTES:
         question = Question(path=path, manner=Manner.WHOLE, prompts=(_PROMPT,), tokens=VLLM_TOKENS)
-        got = await load.ask(question, load.answers.body(question), Listener(load.pause_seconds))
-        if not load.answers.learn(question, got):
+        got = await load.ask(question, answers.body(question), Listener(load.pause_seconds))
+        if not answers.learn(question, got):
             raise BenchError(f"there is no answer at {path} to begin with: {got.status} {got.body[:300]!r}")
     return [_few_questions(plan.seed, number) for number in numbers]
 
