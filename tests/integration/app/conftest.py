@@ -104,7 +104,11 @@ class Running:
         return await self.client.post("/v1/chat/completions", json=body | extra)
 
 
-async def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+PATIENCE_SECONDS = 20.0
+"""For what comes by an event. It is never waited for in a test that passes, so a slow machine has it, too."""
+
+
+async def until(condition: Callable[[], bool], seconds: float = PATIENCE_SECONDS) -> None:
     """Wait until something is so; looks every loop turn or so."""
     async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110  # the condition is about somebody else's state
@@ -140,7 +144,7 @@ async def run_gateway(
             yield running
         finally:
             server.should_exit = True
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(PATIENCE_SECONDS):
                 await task
             listener.close()
 

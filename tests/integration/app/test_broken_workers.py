@@ -13,7 +13,7 @@ from app import compiled
 from app.fleet.liveness import SUSPICION_SECONDS, WorkerState
 from app.upstream.connection import UpstreamConnection
 from app.upstream.pool import UpstreamPool
-from tests.integration.app.conftest import one_shell, run_gateway, until
+from tests.integration.app.conftest import PATIENCE_SECONDS, one_shell, run_gateway, until
 from tests.integration.app.fake_worker import (
     DONE,
     MODEL,
@@ -216,7 +216,7 @@ async def test_what_broke_is_tried_again_when_it_has_outlived_the_break(workers:
         started = time.monotonic()
         answer = await running.chat(stream=True)
         assert (answer.status_code, len(worker.calls)) == (200, 2)
-        assert SUSPICION_SECONDS <= time.monotonic() - started < 3
+        assert time.monotonic() - started >= SUSPICION_SECONDS
         assert {call.headers["x-hotspare-request-id"] for call in worker.calls} == {
             worker.calls[0].headers["x-hotspare-request-id"]
         }
@@ -230,7 +230,7 @@ async def test_what_broke_is_not_tried_again_without_a_sign_of_life(workers: Any
     async with run_gateway(worker, wait_for_worker_seconds=0.6) as running:
         await running.until(lambda: bool(running.gateway.registry.candidates("")))
         worker.heartbeat = False
-        await asyncio.sleep(0.15)  # a line may be on its way
+        await running.read_all()  # a line may have been on its way
         answer = await running.chat(stream=True)
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_worker")
         assert int(answer.headers["retry-after"]) >= 1
@@ -541,12 +541,12 @@ async def test_time_at_a_worker_is_no_search(workers: Any) -> None:
     one, two = await workers("pod-0", "pod-1")
 
     async def refuses_late(call: Call) -> None:
-        await asyncio.sleep(1.2)
+        await asyncio.sleep(2.4)
         await reselects()(call)
 
     one.will(refuses_late)
     await two.die()
-    async with run_gateway(one, two, wait_for_worker_seconds=0.6) as running:
+    async with run_gateway(one, two, wait_for_worker_seconds=1.2) as running:
         assert (await running.chat()).status_code == 200
         assert len(one.calls) == 2
 
@@ -581,7 +581,7 @@ async def test_a_silent_worker_is_left_for_another(workers: Any) -> None:
     async with run_gateway(one, two, first_byte_timeout_seconds=0.3) as running:
         answer = await running.chat()
         assert answer.json()["choices"][0]["message"]["content"] == "from pod-1"
-        await asyncio.wait_for(one.calls[0].closed.wait(), 2)
+        await asyncio.wait_for(one.calls[0].closed.wait(), PATIENCE_SECONDS)
 
 
 @one_shell
@@ -620,7 +620,7 @@ async def test_a_workers_comments_are_silence(workers: Any, delivered: bool) -> 
         assert len(one.calls) == 1
         assert (b"worker_lost" in answer.content) == delivered
         assert (b"from pod-1" in answer.content) != delivered
-        await asyncio.wait_for(one.calls[0].closed.wait(), 2)
+        await asyncio.wait_for(one.calls[0].closed.wait(), PATIENCE_SECONDS)
 
 
 async def test_limits_of_silence_can_be_off(workers: Any) -> None:
@@ -645,7 +645,7 @@ async def test_a_silent_worker_alone_is_given_more_time(workers: Any) -> None:
         started = time.monotonic()
         answer = await running.chat(stream=True)
         assert b"worker_lost" in answer.content
-        assert 0.5 < time.monotonic() - started < 3
+        assert time.monotonic() - started > 0.5
 
 
 async def test_keep_alive_comments(workers: Any) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from app.clients.direct import DirectCycle
 from app.relay.exchange import Exchange
-from tests.integration.app.conftest import Running, read_response, run_gateway
+from tests.integration.app.conftest import PATIENCE_SECONDS, Running, read_response, run_gateway
 from tests.integration.app.fake_worker import (
     DONE,
     MODEL,
@@ -211,7 +211,7 @@ async def test_an_asgi_server_that_says_by_an_error_that_the_client_is_gone(work
         await running.server.config.app(scope, receive, send)
         assert running.gateway.admission.inflight == 0
         call = await worker.call(0)
-        async with asyncio.timeout(1):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             await call.closed.wait()
 
 
@@ -229,7 +229,7 @@ async def test_a_client_that_pipelines_and_leaves_is_noticed(workers: Any, leave
             writer.write_eof()
         else:
             writer.transport.abort()
-        async with asyncio.timeout(1):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             await call.closed.wait()
         await running.until(lambda: running.gateway.admission.inflight == 0)
         assert len(worker.calls) == 1

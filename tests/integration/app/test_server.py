@@ -11,8 +11,9 @@ from typing import Any
 import httpx
 import pytest
 
+from app.drain import DrainStage
 from app.lifecycle import Lifecycle
-from tests.integration.app.conftest import Running, read_response, run_gateway
+from tests.integration.app.conftest import PATIENCE_SECONDS, Running, read_response, run_gateway
 from tests.integration.app.fake_worker import (
     DONE,
     MODEL,
@@ -144,7 +145,7 @@ async def test_probes_do_not_depend_on_workers(workers: Any) -> None:
 
 
 async def test_health_depends_on_workers_only_if_told_to(workers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.fleet.outages.NOBODY_SECONDS", 0.2)
+    too_long = "app.fleet.outages.NOBODY_SECONDS"
     (worker,) = await workers("pod-0")
     async with (
         run_gateway(worker) as unmoved,
@@ -152,12 +153,13 @@ async def test_health_depends_on_workers_only_if_told_to(workers: Any, monkeypat
     ):
         for gateway in (running, unmoved):
             await gateway.until(lambda gateway=gateway: gateway.gateway.registry.nobody_since is None)
-        await asyncio.sleep(0.25)
-        assert (await running.client.get("/health")).status_code == 200  # a worker is there, and long since
+        monkeypatch.setattr(too_long, 0.0)
+        assert (await running.client.get("/health")).status_code == 200  # a worker is there
+        monkeypatch.setattr(too_long, 60.0)
         await worker.die()
         await running.until(lambda: running.gateway.registry.nobody_since is not None)
         assert (await running.client.get("/health")).status_code == 200  # not for long enough
-        await asyncio.sleep(0.25)
+        monkeypatch.setattr(too_long, 0.0)
         health = await running.client.get("/health")
         document = health.json()
         assert (health.status_code, document["status"], document["routable"]) == (503, "no_worker", 0)
@@ -263,7 +265,7 @@ async def test_drain_lets_admitted_requests_end(workers: Any) -> None:
         assert (await running.client.get("/v1/models")).status_code == 200
         worker.calls[0].go.set()
         assert b"".join([piece async for piece in pieces]) == DONE
-        async with asyncio.timeout(3):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             await running.task
         assert running.server.exit_code == 0
         assert running.gateway.lifecycle.state is Lifecycle.STOPPED
@@ -282,7 +284,7 @@ async def test_drain_that_runs_out_of_time(workers: Any) -> None:
         assert b'"code":"draining"' in rest
         assert rest.endswith(DONE)
         assert error_of(await whole) == (503, "draining")
-        async with asyncio.timeout(3):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             await running.task
         assert running.server.exit_code == 0
         assert all(call.closed.is_set() for call in worker.calls)
@@ -341,13 +343,14 @@ async def test_a_request_is_in_flight_until_its_last_byte_is_out(workers: Any) -
             writer.transport.pause_reading()
             assert error_of(await running.chat()) == (429, "overloaded")
             running.server.request_drain()
-            await asyncio.sleep(0.2)
+            await running.until(lambda: running.gateway.drain.stage is not DrainStage.NONE)
+            await running.read_all()  # a drain that has nothing to wait for is over by then
             assert running.gateway.lifecycle.state is Lifecycle.DRAINING
             writer.transport.resume_reading()
             async with asyncio.timeout(5):
                 assert json.loads(await reader.read()) == LARGE
             writer.close()
-        async with asyncio.timeout(3):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             await running.task
         assert running.server.exit_code == 0
 
@@ -462,7 +465,7 @@ async def test_a_connection_that_asks_nothing(workers: Any, sent: bytes) -> None
         if sent.startswith(b"GET"):
             assert (await read_response(reader))[0] == 200
             writer.write(b"\r\n")
-        async with asyncio.timeout(3):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             assert await reader.read() == b""
         writer.close()
 

@@ -231,7 +231,7 @@ def test_an_engine_that_finds_itself_dead_ends_at_once_and_says_nothing_more(pai
         said = []
         with pytest.raises(httpx.TransportError):
             said.extend(line for line in lines if line)
-        assert time.monotonic() - told < 1
+        assert time.monotonic() - told < 10  # the rest of the answer takes 50 s, an orderly end may take 30
     assert not [line for line in said if "error" in line or "[DONE]" in line]
     assert doomed.wait() == 1
     assert "cannot go on" in doomed.output()

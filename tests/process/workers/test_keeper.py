@@ -17,6 +17,9 @@ from tests.support.processes import gone
 
 pytestmark = pytest.mark.process
 
+END_SECONDS = 60.0
+"""How long an engine that has much to give back may take for it."""
+
 KEEPER = """
 import os, signal, sys, time
 from pathlib import Path
@@ -59,9 +62,10 @@ def engine(fd, restarts):
         signal.pause()
     return 0
 
+end = float(sys.argv[3]) if behaviour == "slow end" else 1.0
 sys.exit(Keeper(
     name="engine a", engine_main=engine, runtime_dir=runtime_dir,
-    timeouts=KeeperTimeouts(beat=0.5, init_beat=5.0, step=0.7, end=8.0 if behaviour == "slow end" else 1.0),
+    timeouts=KeeperTimeouts(beat=0.5, init_beat=5.0, step=0.7, end=end),
 ).run())
 """
 
@@ -71,7 +75,7 @@ class Kept:
 
     def __init__(self, behaviour: str, runtime_dir: Path) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-c", KEEPER, behaviour, str(runtime_dir)],
+            [sys.executable, "-c", KEEPER, behaviour, str(runtime_dir), str(END_SECONDS)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             bufsize=0,
@@ -118,11 +122,9 @@ def test_a_killed_engine_is_forked_again_at_once(kept: Kept, tmp_path: Path) -> 
     first = kept.engine()
     assert kept.seen[-1].startswith("fork 0 ")
     kept.line("ready")
-    killed = time.monotonic()
     os.kill(first, signal.SIGKILL)
-    kept.line("killed by SIGKILL")
+    assert kept.line("killed by SIGKILL").endswith("forking the next one")  # without "in ... s"
     second = kept.engine()
-    assert time.monotonic() - killed < 2
     assert kept.seen[-1].startswith("fork 1 ")
     assert second != first
     kept.line("ready")
@@ -161,8 +163,8 @@ def test_a_stopped_engine_that_is_told_to_stop_has_no_time_to_clean_up(kept: Kep
     told = time.monotonic()
     kept.process.send_signal(signal.SIGTERM)
     kept.line("no sign of life")
-    assert kept.process.wait(10) == 70
-    assert time.monotonic() - told < 6
+    assert kept.process.wait(30) == 70
+    assert time.monotonic() - told < END_SECONDS / 2
     assert gone(first)
 
 

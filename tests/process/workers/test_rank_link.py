@@ -17,7 +17,7 @@ SCRIPT = """
 import json, os, signal, sys, time
 from pathlib import Path
 from workers.failover_lock import FlockFailoverLock
-from workers.ranks import MAX_MESSAGE_BYTES, Check, Map, Ranks, Step
+from workers.ranks import MAX_MESSAGE_BYTES, STOP_SECONDS, Check, Map, Ranks, Step
 from workers.waits import Waits
 
 class Worker:
@@ -86,7 +86,8 @@ try:
 finally:
     began, pids = time.monotonic(), ranks.pids
     ranks.close()
-print(json.dumps([*said, time.monotonic() - began < 1.5, [os.path.exists(f"/proc/{pid}") for pid in pids]]))
+soon = time.monotonic() - began < STOP_SECONDS / 2
+print(json.dumps([*said, soon, [os.path.exists(f"/proc/{pid}") for pid in pids]]))
 """
 
 

@@ -138,7 +138,7 @@ def test_calls_let_other_threads_run(run: Run) -> None:
         woken = time.monotonic()
         thread.join()
         assert at[1] - at[0] >= 2
-        assert woken - at[0] < 1, woken - at[0]
+        assert at[1] - woken > 0.2, at[1] - woken  # long before the call was over
         """,
         delay="cuMemCreate=2000",
     )
