@@ -146,8 +146,8 @@ class GatewayServer(Server):
                 logger.info("the TLS certificate is %s", tls.validity)
             if self._gateway.access.keys is None and not is_loopback(host):
                 logger.warning(
-                    "%s can be reached from other machines, and no API keys are set: whoever reaches it may use it; "
-                    "see HOTSPARE_API_KEYS_FILE",
+                    "%s can be reached from other machines, and no API keys are set: everybody who reaches it may use "
+                    "it; see HOTSPARE_API_KEYS_FILE",
                     Address(host, port),
                 )
 

@@ -50,9 +50,9 @@ def fault(found: Sequence[Stretch], wanted: Sequence[Stretch]) -> str | None:
             if have is None or have.start > reached:
                 return f"nothing is mapped at {reached:#x}"
             if have.access != want.access:
-                return f"what is mapped at {reached:#x} has the access {have.access}, and should have {want.access}"
+                return f"the mapping at {reached:#x} has the access {have.access}, and should have {want.access}"
             if have.inode != want.inode:
-                return f"what is mapped at {reached:#x} is not the file that should be"
+                return f"the mapping at {reached:#x} is of another file than it should be"
             reached = min(have.end, want.end)
             if have.end <= want.end:
                 have = next(at, None)

@@ -378,7 +378,7 @@ class MemoryService(Generic[P]):
             if not self._checker.reads:
                 raise GmsError(
                     ErrorCode.NOT_PERMITTED,
-                    "This service cannot read its device; attach, hash what is mapped, and send the digests.",
+                    "This service cannot read its device; attach, hash the mapped pages, and send the digests.",
                 )
             await self._verify(pool, generation, {})
         except BaseException:

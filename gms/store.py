@@ -187,8 +187,8 @@ class PageStore(Generic[P]):
         except ForeignPagesError as error:
             raise GmsError(
                 ErrorCode.MISMATCH,
-                f"{what} is not what was given out: {error}. It was not taken back; whoever handed it back has the "
-                "wrong pages, or changed them.",
+                f"{what} is not the one that was given out: {error}. It was not taken back; the client that handed it "
+                "back has the wrong pages, or changed them.",
             ) from error
         except OutOfMemoryError as error:
             message = f"{what} cannot be taken back for now ({error}); keep it, and hand it back again."

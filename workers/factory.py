@@ -189,8 +189,8 @@ def run_engine(settings: EngineSettings, *, runtime_dir: Path, heartbeat_fd: int
         return ExitCode.BAD_CONFIGURATION
     if tokens is None and not is_loopback(settings.host):
         logger.warning(
-            "%s can be reached from other machines, and there is no worker token: whoever reaches the serving port may "
-            "use the engine; see HOTSPARE_WORKER_TOKEN_FILE",
+            "%s can be reached from other machines, and there is no worker token: everybody who reaches the serving "
+            "port may use the engine; see HOTSPARE_WORKER_TOKEN_FILE",
             settings.host,
         )
     try:

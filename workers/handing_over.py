@@ -121,7 +121,7 @@ class HandingOver:
         self._now_active = _Said()
         self._in_the_way = 0
         self._quiet = False
-        """It concerns nobody that none takes over: no request is here, or all others have gone, or are told to go."""
+        """No warning is due if no spare takes over: there are no requests here, or the spares have gone or will go."""
         self._began = time.monotonic()
         self.sock: socket.socket | None = None
 

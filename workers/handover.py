@@ -194,7 +194,7 @@ class SpareFacts(msgspec.Struct, frozen=True, kw_only=True):
     leaving: bool
     """It was told to stop itself."""
     in_line: bool
-    """It waits for the lock now, and not for its time to do so again."""
+    """It waits for the lock. False: its last promotion failed, and it does not stand in line again yet."""
     obstacle: str = ""
     """Why its last promotion failed, if none succeeded since."""
     unfit: str = ""

@@ -207,7 +207,7 @@ class EngineLife:
             self._vitals.fail(str(error))
             return ExitCode.ENGINE_DEAD
         except Exception:
-            logger.exception("the engine ends on an error that nothing above it expected")
+            logger.exception("the engine ends on an unexpected error")
             self._vitals.fail("internal error")
             return ExitCode.ENGINE_DEAD
 

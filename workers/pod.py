@@ -415,7 +415,7 @@ class PodSupervisor:
             self._folder.write(record)
         except OSError as error:
             if not self._record_is_old:
-                logger.error("pod.json cannot be written and tells of what was before, until it can: %s", error)
+                logger.error("pod.json cannot be written, and stays as it was until it can: %s", error)
             self._record_is_old = True
             if not self._record_due:
                 self._record_due = True

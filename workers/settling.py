@@ -43,10 +43,10 @@ async def settle(
         if said_at is None or now - said_at >= PROGRESS_SECONDS:
             said_at = now
             logger.info(
-                "handing over as soon as %s ended that no other engine can go on with; in %.0f s %s: %s",
-                "1 request has" if len(left) == 1 else f"{len(left)} requests have",
+                "the hand-over waits %.0f s more for %s, and then %s: %s",
                 seconds,
-                "what is left is cut" if budget.cut else "it is called off",
+                _counted(left),
+                "cuts them" if budget.cut else "is called off",
                 named(left),
             )
         tell(left, seconds)
@@ -63,4 +63,4 @@ def say_cut(left: Sequence[Request]) -> None:
 
 def _counted(left: Sequence[Request]) -> str:
     requests = "1 request" if len(left) == 1 else f"{len(left)} requests"
-    return f"{requests} that no other engine could go on with"
+    return f"{requests} that no other engine could resume"

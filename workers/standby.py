@@ -125,5 +125,5 @@ class StandbyWatch:
         except EngineDeadError as error:
             raise EngineDeadError(f"the self-test of a parked engine failed: {error}") from error
         except Exception as error:
-            logger.exception("the self-test ended on an error that it does not know")
+            logger.exception("the self-test ended on an unexpected error")
             raise EngineDeadError(f"the self-test of a parked engine failed: {error!r}") from error

@@ -182,7 +182,7 @@ def _handover(
             min=0,
             max=MAX_WAIT_SECONDS,
             metavar="SECONDS",
-            help="For requests that no other engine could go on with. Then the hand-over is called off.",
+            help="Time for requests that no other engine could resume. Then the hand-over is called off.",
         ),
     ] = WAIT_SECONDS,
     cut: Annotated[bool, typer.Option("--cut", help="Cut them then, instead.")] = False,
@@ -190,7 +190,7 @@ def _handover(
 ) -> None:
     """Have the spare of a pod take over from its active engine, which starts again: no answer is lost.
 
-    Requests that no other engine could go on with are waited for, and named meanwhile. Ends with 1 and the reason if
+    Requests that no other engine could resume are waited for, and named meanwhile. Ends with 1 and the reason if
     the active engine serves on.
     """
     asked, progress = Asked(wait_seconds=wait, cut=cut), partial(print, file=sys.stderr, flush=True)

@@ -13,4 +13,4 @@ def waiting_to_hand_over(draining: DrainState) -> str:
     left = "" if draining.left_seconds is None else f"; {then} in {draining.left_seconds:.0f} s"
     what = "1 request that no other engine" if count == 1 else f"{count} requests that no other engine"
     more = " …" if count > len(draining.bound) else ""
-    return f"waits for {what} could go on with ({routes}), then it hands over{left}: {'; '.join(draining.bound)}{more}"
+    return f"waits for {what} could resume ({routes}), then it hands over{left}: {'; '.join(draining.bound)}{more}"

@@ -29,7 +29,7 @@ def show_status(run_dir: Path, *, as_json: bool) -> None:
     _show(document, as_json=as_json)
     if not answers(document):
         raise CliError(
-            f"neither a gateway nor an engine of {run_dir} answers: what is there was left behind, "
+            f"neither a gateway nor an engine of {run_dir} answers: the files there were left behind, "
             "unless it is starting just now",
             code=ExitCode.ENGINE_DEAD,
         )

@@ -226,7 +226,7 @@ class Recovery:
         delivered = self._delivery.delivered
         if delivered and not kept.resumable:
             why = kept.unresumable or "off"
-            off = "answers of this route are not gone on with" if limits.resumes else _OFF
+            off = "answers of this route are not resumed" if limits.resumes else _OFF
             because = off if why == "off" else _UNRESUMABLE.get(why.partition(":")[0])
             return self._lost(why, worker_lost(f"{said}; {because}" if because else said))
         self.resuming = delivered or (kept.resumable and not self._request.streaming and self._is_whole(kept))

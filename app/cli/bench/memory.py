@@ -56,7 +56,7 @@ def measure(*, weights_bytes: int, kv_bytes: int, say: Callable[[str], None]) ->
     try:
         import gms.tensors  # noqa: F401  # before anything is timed
     except ImportError as error:
-        raise BenchError("tensors are part of what is measured, and torch is missing; run `make setup`") from error
+        raise BenchError("this benchmark measures tensors, too, and torch is missing; run `make setup`") from error
     sigterm_unwinds()
     with tempfile.TemporaryDirectory(prefix="hotspare-bench-") as folder, _Service(Path(folder)) as service:
         try:

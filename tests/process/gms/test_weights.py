@@ -287,7 +287,7 @@ def test_verify(bench: Bench, pool: str) -> None:
         with pytest.raises(GmsError, match="must send its 1 digests of 'w', 0 came") as caught:
             reader.do("verify", pool=pool, bare=True)
         assert caught.value.code == "invalid"
-        with pytest.raises(GmsError, match="hash what is mapped") as caught:
+        with pytest.raises(GmsError, match="hash the mapped pages") as caught:
             bench.agent("c").do("attach", pool=pool, mode="ro", verify=True)
         assert caught.value.code == "not_permitted"
         found = bench.pool(pool)

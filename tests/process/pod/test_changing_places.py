@@ -71,7 +71,7 @@ def said(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
-WAITS = "waits for 1 request that no other engine could go on with (1 completions), then it hands over; "
+WAITS = "waits for 1 request that no other engine could resume (1 completions), then it hands over; "
 
 
 @pytest.mark.timeout(100)

@@ -182,9 +182,8 @@ def test_what_no_engine_could_go_on_with_is_waited_for_and_others_are_served_mea
     moves.wait()
     asked.join()
     assert (moves.done, moves.cut) == (False, True)
-    said = next(line for line in two.log(two.active).splitlines() if "handing over as soon as" in line)
-    assert "as soon as 1 request has ended" in said
-    assert "it is called off: " in said
+    said = next(line for line in two.log(two.active).splitlines() if "the hand-over waits " in line)
+    assert " for 1 request that no other engine could resume, and then is called off: " in said
     assert "r-150 (/v1/completions, " in said
     assert "r-3000" not in said
 
@@ -193,7 +192,7 @@ def test_what_is_waited_for_in_vain_is_named_and_the_hand_over_called_off(two: T
     stream = Stream(two.crew, 100, **{BOUND_HEADER: "1"})
     answer = ask(two.crew, two.active, wait_seconds=0.1).json()
     assert (answer["stage"], answer["bound"]) == ("kept", 1)
-    assert "1 request that no other engine could go on with did not end in time: r-100" in answer["reason"]
+    assert "1 request that no other engine could resume did not end in time: r-100" in answer["reason"]
     two.serves_on(stream, tokens=100, epochs=0)
 
 

@@ -183,7 +183,7 @@ def test_an_engine_that_waits_for_requests_before_it_hands_over_is_told_of_once(
     serving = msgspec.structs.replace(active("a", pid=1, at=11.0, granted=9.0), draining=waiting)
     (said,) = texts(news.look({"a": serving, "b": spare}, now=11.0))
     assert said == (
-        "pod-0: a waits for 3 requests that no other engine could go on with (2 chat, 1 completions), then it hands "
+        "pod-0: a waits for 3 requests that no other engine could resume (2 chat, 1 completions), then it hands "
         "over; it is called off in 29 s: r-1 (/v1/chat/completions, 3.0 s); r-2 (/v1/completions, 1.0 s) …"
     )
     fewer = msgspec.structs.replace(waiting, remaining={"chat": 1}, bound=waiting.bound[:1], left_seconds=20.0)

@@ -46,7 +46,7 @@ def test_what_is_as_it_should_be_has_no_fault_in_however_many_parts() -> None:
         ([WANTED[0]], "nothing is mapped at 0x3000"),
         ([Stretch(0x2000, 0x3000, READ_ONLY, 77), WANTED[1]], "nothing is mapped at 0x1000"),
         ([WANTED[0], Stretch(0x3000, 0x4000, "rw-p", 78)], "0x3000 has the access rw-p, and should have r--s"),
-        ([WANTED[0], Stretch(0x3000, 0x4000, READ_ONLY, 9)], "0x3000 is not the file that should be"),
+        ([WANTED[0], Stretch(0x3000, 0x4000, READ_ONLY, 9)], "0x3000 is of another file than it should be"),
         ([WANTED[0], Stretch(0x3000, 0x3800, READ_ONLY, 78)], "nothing is mapped at 0x3800"),
     ],
 )

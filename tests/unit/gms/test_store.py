@@ -631,7 +631,7 @@ async def test_a_foreign_chunk_is_refused_even_where_there_is_one(bench: Bench, 
     if filled:
         await bench.store.take_back(entry, 0, fds[0])
     with pytest.raises(
-        GmsError, match="Chunk 0 of 'p' in weights/a is not what was given out: it is another"
+        GmsError, match="Chunk 0 of 'p' in weights/a is not the one that was given out: it is another"
     ) as caught:
         await bench.store.take_back(entry, 0, fds[1])
     assert caught.value.code == ErrorCode.MISMATCH

@@ -64,7 +64,7 @@ def import_all(device: str) -> None:
     """
     build.check_device(device)
     if build.on_gpu(device):
-        logger.warning("vLLM's engines on a GPU were not run on hardware yet: docs/gpu.md says what is known")
+        logger.warning("vLLM's engines on a GPU were not run on hardware yet: docs/gpu.md says how they were tested")
     compat.prepare_environment(device)
     if logging.getLogger().getEffectiveLevel() > logging.DEBUG:
         logging.getLogger("vllm").setLevel(logging.WARNING)  # its INFO is sixty lines a start

@@ -61,4 +61,4 @@ def read_manifest(weights: WeightsMemory) -> Manifest:
     try:
         return Manifest.decode(weights.manifest)
     except msgspec.DecodeError as error:
-        raise ValueError(f"what is committed in {weights.pool} is no model's weights: {error}") from error
+        raise ValueError(f"the pages committed in {weights.pool} are no model's weights: {error}") from error

@@ -13,7 +13,7 @@ SIMULATED: Final = (
 )
 REAL: Final = (
     "real: the processes, the SIGKILL, the lock, the memory service and its pages, sockets and HTTP, the gateway, the "
-    "load, and that interrupted answers are gone on with token by token"
+    "load, and that interrupted answers are resumed token by token"
 )
 ON_VLLM: Final = (
     "nothing is simulated: vLLM's engines with SmolLM2-135M on the CPU, so that times are those of this machine"
@@ -63,10 +63,10 @@ ROWS: Final[tuple[tuple[str, Show], ...]] = (
     *_service("before"),
     *_service("after"),
     ("requests under way at the killed engine", _count("interrupted")),
-    ("answers gone on with elsewhere", _count("resumed")),
+    ("answers resumed elsewhere", _count("resumed")),
     ("requests run again, unseen", _count("run_again")),
     (
-        "silence of answers gone on with, median / max",
+        "silence of resumed answers, median / max",
         lambda a: _of(a["stall_seconds"], "median", "max", form=seconds),
     ),
     ("tokens prefilled again for them", _count("prefilled_again_tokens")),

@@ -203,7 +203,7 @@ def started(gateway: Gateway, around: Surroundings) -> Iterator[Running]:
                 raise BenchError(f"{gateway.name} did not answer within {READY_SECONDS:g} s:\n{child.log_tail()}")
             time.sleep(POLL_SECONDS)
         if gateway.guarded and _answers(port, "", around.model):
-            raise BenchError(f"{gateway.name} answers without the key: what would be measured is not what is meant")
+            raise BenchError(f"{gateway.name} answers without the key, so it does not run as it is to be measured")
         yield Running(gateway.name, port, child, around.key)
 
 
