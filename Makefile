@@ -34,8 +34,9 @@ check: setup-test ## lint, types, layers and unit tests
 	$(BIN)/pytest tests/unit --quiet
 
 begin-pod-images: setup-test
-# They take a minute or more from nothing, of which the checks need one core. Whoever needs them waits for them.
-	@mkdir -p .tools && { scripts/pod_images.sh >.tools/pod_images.log 2>&1 & }
+# They take a minute or more from nothing, of which the checks need one core. Whoever needs them waits for them, and
+# what still runs when this make has ended, however it ends, is ended, too.
+	@scripts/pod_images.sh --begin $$PPID
 
 test: begin-pod-images check kube-tools ## everything that CI runs: check, then all other tests (ARGS: options of pytest)
 # Those of the gateway mostly wait, so four at a time. Of the others three: two with real vLLM engines (tests/conftest.py),
@@ -69,6 +70,7 @@ images: setup ## build the images of gateway and worker with podman or docker (A
 	$(BIN)/python scripts/images.py $(ARGS)
 
 test-pod: setup-test kube-tools ## the chart's pods, run by podman, which is installed if it is missing (root; ARGS: options of pytest)
+	@scripts/podman.sh || [ $$? = 3 ]
 	$(BIN)/pytest tests/pod --durations=10 $(ARGS)
 
 lock: setup-test ## re-create requirements/*.txt (ARGS=--upgrade: with the newest versions)
@@ -79,6 +81,7 @@ format: setup-test ## format the code and fix what lint can fix
 	$(BIN)/ruff format .
 
 clean: ## remove what the tools wrote; .venv and downloaded models stay
+	@scripts/pod_images.sh --end
 	scripts/podman.sh --remove
 	rm -rf build dist htmlcov .coverage .coverage.* .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find app workers gms tests scripts -name __pycache__ -type d -prune -exec rm -rf {} +
