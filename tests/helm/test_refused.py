@@ -167,6 +167,11 @@ def refusal(helm: str, *settings: str, version: str = "1.34") -> str:
             "the Secret, and name that with apiKeys.clientKey",
         ),
         (
+            ["fullnameOverride=1st"],
+            "1.34",
+            "objects would be called 1st-..., and a Service's name begins with a letter: set fullnameOverride",
+        ),
+        (
             ['gateway.extraEnv=[{"name": "HOTSPARE_PORT", "value": "1"}]'],
             "1.34",
             "gateway.extraEnv sets HOTSPARE_PORT, which the chart sets from its values; use those (helm show values)",

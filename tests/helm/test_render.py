@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import kubernetes_validate
 import pytest
@@ -85,6 +86,48 @@ def test_objects_are_of_the_namespace_and_have_names_of_their_own(case: str) -> 
     assert {it["metadata"]["namespace"] for it in objects} == {chart.NAMESPACE}
     names = [(it["kind"], it["metadata"]["name"]) for it in objects]
     assert len(set(names)) == len(names)
+
+
+ODD = """
+image: {gateway: {repository: "12", tag: "30"}, worker: {repository: "12", tag: "30"}, pullSecrets: [{name: "1"}]}
+nameOverride: "1"
+fullnameOverride: "true"
+apiKeys: {existingSecret: "2", key: "3", clientKey: "4"}
+tls: {existingSecret: "true"}
+workerToken: {existingSecret: "false", key: "on"}
+gateway: {priorityClassName: "8"}
+worker: {priorityClassName: "9", tensorParallelSize: 2, shmSize: 1000000, scratchSize: 1000000}
+monitoring: {serviceMonitor: {enabled: true}, podMonitor: {enabled: true}, prometheusRule: {enabled: true}}
+"""
+"""Names that YAML would take for something else than a text, wherever Kubernetes lets them be such."""
+
+
+@pytest.mark.parametrize("helm", chart.HELMS)
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["model.source=claim", "model.claim.existingClaim=1"],
+        ["model.source=claim", "model.claim.create=true", "model.claim.storageClassName=1", "model.claim.size=1"],
+        ["model.source=image", "model.image.reference=1"],
+        ["gpu.enabled=true", "gpu.deviceClassName=1", "engine.name=a:B"],
+        ["gateway.discovery=endpointslices"],
+    ],
+)
+def test_a_name_may_look_like_a_number(helm: str, more: list[str], tmp_path: Path) -> None:
+    values = tmp_path / "values.yaml"
+    values.write_text(ODD)
+    settings = [word for it in more for word in ("--set-string" if it.endswith("=1") else "--set", it)]
+    where = ["--namespace", "123", "--kube-version", "1.35", "--values", str(values), *settings]
+    objects = chart.documents(chart.run_helm(helm, "template", "1", str(chart.CHART), *where))
+    for document in objects:
+        for name in ("name", "namespace"):
+            assert isinstance(document["metadata"][name], str), document["metadata"]
+        if document["apiVersion"] != "monitoring.coreos.com/v1":
+            kubernetes_validate.validate(document, "1.35", strict=True)
+    (endpoint,) = chart.kind(objects, "ServiceMonitor")["spec"]["endpoints"]
+    assert endpoint["authorization"]["credentials"] == {"name": "2", "key": "4"}
+    (group,) = chart.kind(objects, "PrometheusRule")["spec"]["groups"]
+    assert group["name"] == "true"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-{{/* Names, labels, images: what every object has. Components are "gateway", "worker" and "test". */}}
+{{/* Names, labels, images: what every object has. Components are "gateway", "worker" and "test".
+Whatever a person names is quoted where it stands: a Secret may be called 123, and a namespace true. */}}
 
 {{- define "hotspare.name" -}}
 {{- default .Chart.Name .Values.nameOverride | trunc 40 | trimSuffix "-" -}}
@@ -18,8 +19,8 @@
 {{/* (list root component) */}}
 {{- define "hotspare.selector" -}}
 {{- $root := index . 0 -}}
-app.kubernetes.io/name: {{ include "hotspare.name" $root }}
-app.kubernetes.io/instance: {{ $root.Release.Name }}
+app.kubernetes.io/name: {{ include "hotspare.name" $root | quote }}
+app.kubernetes.io/instance: {{ $root.Release.Name | quote }}
 app.kubernetes.io/component: {{ index . 1 }}
 {{- end -}}
 
@@ -71,7 +72,7 @@ imagePullSecrets:
   {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- with $values.priorityClassName }}
-priorityClassName: {{ . }}
+priorityClassName: {{ . | quote }}
 {{- end }}
 {{- with $values.nodeSelector }}
 nodeSelector:

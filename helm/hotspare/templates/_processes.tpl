@@ -151,8 +151,8 @@
 {{- if .existingSecret -}}
 - name: worker-token
   secret:
-    secretName: {{ .existingSecret }}
-    items: [{key: {{ .key }}, path: token}]
+    secretName: {{ .existingSecret | quote }}
+    items: [{key: {{ .key | quote }}, path: token}]
     defaultMode: 0440
 {{- end -}}
 {{- end -}}
