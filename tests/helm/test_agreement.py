@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import os
 import re
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from pydantic_settings import BaseSettings
@@ -84,7 +86,8 @@ def test_ports_are_there_by_their_names(case: str) -> None:
                 case "PodMonitor" if chart.selects(spec["selector"]["matchLabels"], labels):
                     assert {it["port"] for it in spec["podMetricsEndpoints"]} == set(names) - {"serving"}
                 case "NetworkPolicy" if chart.selects(spec["podSelector"]["matchLabels"], labels):
-                    assert {port["port"] for rule in spec["ingress"] for port in rule["ports"]} <= set(names)
+                    numbers = {port["containerPort"] for port in ports}
+                    assert {port["port"] for rule in spec["ingress"] for port in rule["ports"]} <= numbers
 
 
 @each_case
@@ -296,10 +299,52 @@ def test_a_gpu_is_one_claim_of_all_containers() -> None:
     template = kind(objects, "ResourceClaimTemplate")
     (claim,) = pod["spec"]["resourceClaims"]
     assert claim["resourceClaimTemplateName"] == template["metadata"]["name"]
+    labels = template["spec"]["metadata"]["labels"]
+    assert labels == kind(objects, "StatefulSet")["spec"]["selector"]["matchLabels"], (
+        "no version: the spec is immutable"
+    )
     assert [it["resources"]["claims"] for it in containers(pod)] == [[{"name": claim["name"]}]] * 6
     (request,) = template["spec"]["spec"]["devices"]["requests"]
     assert request["exactly"] == {"deviceClassName": "gpu.nvidia.com", "allocationMode": "ExactCount", "count": 4}
     assert all("HOTSPARE_GMS_MEMORY_LIMIT" not in environment(it) for it in pod["spec"]["initContainers"])
+
+
+def devices(*settings: str, folder: Path = chart.CHART) -> chart.Document:
+    """The ResourceClaimTemplate with these settings beside those of the case gpu-ranks."""
+    more = [word for setting in settings for word in ("--set", setting)]
+    values = str(chart.CASES / "gpu-ranks.yaml")
+    objects = chart.documents(chart.template("helm", "1.34", "--values", values, *more, folder=folder))
+    template = kind(objects, "ResourceClaimTemplate")
+    (claim,) = kind(objects, "StatefulSet")["spec"]["template"]["spec"]["resourceClaims"]
+    assert claim["resourceClaimTemplateName"] == template["metadata"]["name"]
+    return template
+
+
+def test_a_new_chart_alone_leaves_the_claim_as_it_is(tmp_path: Path) -> None:
+    """Kubernetes refuses any change of a ResourceClaimTemplate's spec."""
+    newer = shutil.copytree(chart.CHART, tmp_path / "hotspare")
+    meta = newer / "Chart.yaml"
+    meta.write_text(re.sub(r"(?m)^(version|appVersion): .*", r"\1: 9.8.7", meta.read_text()))
+    before, after = devices(), devices("image.worker.tag=new", "commonLabels.team=a", folder=newer)
+    assert after["metadata"]["labels"]["app.kubernetes.io/version"] == "9.8.7"
+    assert before["metadata"]["name"] == after["metadata"]["name"]
+    assert before["spec"] == after["spec"]
+
+
+@pytest.mark.parametrize("setting", ["gpu.selectors={a==b}", "gpu.deviceClassName=a", "worker.tensorParallelSize=2"])
+def test_another_claim_is_another_object(setting: str) -> None:
+    before, after = devices(), devices(setting)
+    assert before["spec"] != after["spec"]
+    assert before["metadata"]["name"] != after["metadata"]["name"]
+
+
+def test_a_pod_that_is_not_ready_is_evicted_where_it_serves_nobody() -> None:
+    """A worker may serve while its spare starts, and is not Ready then."""
+    policies = {
+        component: kind(of("default"), "PodDisruptionBudget", component)["spec"]["unhealthyPodEvictionPolicy"]
+        for component in ("gateway", "worker")
+    }
+    assert policies == {"gateway": "AlwaysAllow", "worker": "IfHealthyBudget"}
 
 
 def test_with_tls_all_of_the_gateway_is_https() -> None:
@@ -332,11 +377,11 @@ def test_workers_are_closed_to_strangers() -> None:
     closed = kind(of("default"), "NetworkPolicy", "-worker")["spec"]
     (rule,) = closed["ingress"]
     assert closed["policyTypes"] == ["Ingress"]
-    assert rule["ports"] == [{"port": "serving", "protocol": "TCP"}]
+    assert rule["ports"] == [{"port": 8100, "protocol": "TCP"}], "numbers: not every network knows sidecars' names"
     (gateways,) = rule["from"]
     assert gateways["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "gateway"
     opened = kind(of("secured"), "NetworkPolicy", "-worker")["spec"]["ingress"]
-    assert [port["port"] for port in opened[1]["ports"]] == ["admin-a", "admin-b", "gms-metrics"]
+    assert [port["port"] for port in opened[1]["ports"]] == [8101, 8102, 8109]
     (front,) = kind(of("secured"), "NetworkPolicy", "-gateway")["spec"]["ingress"]
     assert [next(iter(peer)) for peer in front["from"]] == ["namespaceSelector", "namespaceSelector", "podSelector"]
     assert "from" not in kind(of("default"), "NetworkPolicy", "-gateway")["spec"]["ingress"][0]

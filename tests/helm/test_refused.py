@@ -172,6 +172,22 @@ def refusal(helm: str, *settings: str, version: str = "1.34") -> str:
             "objects would be called 1st-..., and a Service's name begins with a letter: set fullnameOverride",
         ),
         (
+            ["gateway.autoscaling.enabled=true", "gateway.resources.requests.cpu=null"],
+            "1.34",
+            "gateway.autoscaling.metric is cpu, which is measured against what is requested: set "
+            "gateway.resources.requests.cpu",
+        ),
+        (
+            [
+                "worker.autoscaling.enabled=true",
+                "worker.autoscaling.metric=cpu",
+                "worker.gms.resources.requests.memory=2Gi",
+            ],
+            "1.34",
+            "worker.autoscaling.metric is cpu, which is measured against what is requested: set "
+            "worker.gms.resources.requests.cpu",
+        ),
+        (
             ['gateway.extraEnv=[{"name": "HOTSPARE_PORT", "value": "1"}]'],
             "1.34",
             "gateway.extraEnv sets HOTSPARE_PORT, which the chart sets from its values; use those (helm show values)",

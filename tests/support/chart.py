@@ -54,10 +54,10 @@ def rendered(case: str, version: str = "1.34", helm: str = "helm") -> str:
     return template(helm, version, "--values", str(CASES / f"{case}.yaml"))
 
 
-def template(helm: str, version: str, *arguments: str) -> str:
+def template(helm: str, version: str, *arguments: str, folder: Path = CHART) -> str:
     """Raises Refused."""
     return run_helm(
-        helm, "template", RELEASE, str(CHART), "--namespace", NAMESPACE, "--kube-version", version, *arguments
+        helm, "template", RELEASE, str(folder), "--namespace", NAMESPACE, "--kube-version", version, *arguments
     )
 
 

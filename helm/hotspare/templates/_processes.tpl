@@ -157,3 +157,29 @@
 {{- end -}}
 {{- end -}}
 {{- end -}}
+
+{{/* What a pod's claim for devices is made from. Its labels have no version: a new chart alone changes nothing here. */}}
+{{- define "hotspare.claim" -}}
+metadata:
+  labels:
+    {{- include "hotspare.selector" (list . "worker") | nindent 4 }}
+spec:
+  devices:
+    requests:
+      - name: devices
+        exactly:
+          deviceClassName: {{ .Values.gpu.deviceClassName | quote }}
+          allocationMode: ExactCount
+          count: {{ .Values.worker.tensorParallelSize }}
+          {{- with .Values.gpu.selectors }}
+          selectors:
+            {{- range . }}
+            - cel: {expression: {{ . | quote }}}
+            {{- end }}
+          {{- end }}
+{{- end -}}
+
+{{/* Name of that template: of what it says, and not of how it is written. */}}
+{{- define "hotspare.claimTemplate" -}}
+{{ include "hotspare.worker" . }}-devices-{{ include "hotspare.claim" . | fromYaml | toJson | sha256sum | trunc 8 }}
+{{- end -}}
