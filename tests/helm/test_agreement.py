@@ -360,6 +360,47 @@ def test_with_tls_all_of_the_gateway_is_https() -> None:
     assert environment(kind(objects, "Pod")["spec"]["containers"][0])["URL"] == "https://chat-gateway.llm.svc:443"
 
 
+def asked(*settings: str, case: str = "secured") -> tuple[chart.Document, dict[str, str], list[chart.Document]]:
+    """How Prometheus verifies the gateway, and what `helm test` is told and has for that."""
+    more = [word for setting in settings for word in ("--set", setting)]
+    objects = chart.documents(chart.template("helm", "1.34", "--values", str(chart.CASES / f"{case}.yaml"), *more))
+    (endpoint,) = kind(objects, "ServiceMonitor")["spec"]["endpoints"]
+    spec = kind(objects, "Pod")["spec"]
+    return endpoint["tlsConfig"], environment(spec["containers"][0]), spec.get("volumes", [])
+
+
+def test_a_key_is_shown_to_whom_a_named_ca_vouches_for() -> None:
+    verified, told, (volume,) = asked()
+    assert verified == {
+        "serverName": "chat-gateway.llm.svc",
+        "ca": {"secret": {"name": "chat-tls", "key": "ca.crt"}},
+    }
+    assert (told["SERVER_NAME"], told["CA"]) == ("chat-gateway.llm.svc", "/etc/hotspare/ca/ca.crt")
+    assert volume["secret"]["items"] == [{"key": "ca.crt", "path": "ca.crt"}]
+
+    verified, told, (volume,) = asked(case="verified")
+    assert verified == {
+        "serverName": "chat.example.com",
+        "ca": {"configMap": {"name": "chat-ca", "key": "root.pem"}},
+    }
+    assert (told["SERVER_NAME"], told["CA"]) == ("chat.example.com", "/etc/hotspare/ca/ca.crt")
+    assert volume["configMap"] == {"name": "chat-ca", "items": [{"key": "root.pem", "path": "ca.crt"}]}
+
+
+def test_without_a_named_ca_a_key_is_shown_to_whom_every_ca_vouches_for() -> None:
+    verified, told, volumes = asked("tls.ca.existingSecret=")
+    assert verified == {"serverName": "chat-gateway.llm.svc"}
+    assert told["SERVER_NAME"] == "chat-gateway.llm.svc"
+    assert "CA" not in told
+    assert volumes == []
+
+
+def test_nobody_verifies_only_where_that_is_said() -> None:
+    verified, told, _ = asked("monitoring.serviceMonitor.tlsConfig.insecureSkipVerify=true")
+    assert verified == {"insecureSkipVerify": True}
+    assert told["CA"]
+
+
 def test_secrets_are_mounted_where_processes_look() -> None:
     for _, pod in pods(of("secured")):
         for it in containers(pod):

@@ -44,6 +44,14 @@ def test_a_row_has_the_whole_comment_and_the_default(script: ModuleType) -> None
     assert "### `gateway`\n\nAll of it.\n" in script.page(text, "")
 
 
+def test_the_readme_knows_what_the_defaults_request() -> None:
+    said = re.sub(r"\s+", " ", (chart.CHART / "README.md").read_text())
+    (worker,) = [pod for owner, pod in chart.pods(chart.of("default")) if owner.startswith("StatefulSet")]
+    memory = sum(chart.in_bytes(it["resources"]["requests"]["memory"]) for it in chart.containers(worker))
+    cores = sum(int(it["resources"]["requests"]["cpu"].removesuffix("m")) for it in chart.containers(worker)) / 1000
+    assert f"requests {memory / 2**30:.1f} GiB of memory and {cores:.1f} CPUs" in said
+
+
 def test_one_version() -> None:
     meta = yaml.safe_load((chart.CHART / "Chart.yaml").read_text())
     project = tomllib.loads((chart.ROOT / "pyproject.toml").read_text())["project"]
@@ -75,7 +83,13 @@ def test_the_schema_knows_every_value() -> None:
         ("sim", "curl http://localhost:8000/v1/chat/completions", "sim", ""),
         (
             "secured",
-            "curl --insecure https://localhost:8000/v1/chat/completions",
+            "curl --cacert ca.crt --connect-to ::localhost:8000 https://chat-gateway.llm.svc/v1/chat/completions",
+            "smollm2",
+            ' -H "authorization: Bearer $KEY"',
+        ),
+        (
+            "verified",
+            "curl --cacert ca.crt --connect-to ::localhost:8000 https://chat.example.com/v1/chat/completions",
             "smollm2",
             ' -H "authorization: Bearer $KEY"',
         ),

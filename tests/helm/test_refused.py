@@ -172,6 +172,17 @@ def refusal(helm: str, *settings: str, version: str = "1.34") -> str:
             "objects would be called 1st-..., and a Service's name begins with a letter: set fullnameOverride",
         ),
         (
+            ["tls.existingSecret=a", "tls.ca.existingSecret=b", "tls.ca.existingConfigMap=c"],
+            "1.34",
+            "tls.ca names a Secret (b) and a ConfigMap (c): choose one of them",
+        ),
+        (
+            ["tls.ca.existingSecret=b"],
+            "1.34",
+            "tls.ca and tls.serverName say how the gateways' certificate is verified, and there is none: set "
+            "tls.existingSecret",
+        ),
+        (
             ["gateway.autoscaling.enabled=true", "gateway.resources.requests.cpu=null"],
             "1.34",
             "gateway.autoscaling.metric is cpu, which is measured against what is requested: set "

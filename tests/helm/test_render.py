@@ -93,7 +93,7 @@ image: {gateway: {repository: "12", tag: "30"}, worker: {repository: "12", tag: 
 nameOverride: "1"
 fullnameOverride: "true"
 apiKeys: {existingSecret: "2", key: "3", clientKey: "4"}
-tls: {existingSecret: "true"}
+tls: {existingSecret: "true", ca: {existingSecret: "5", key: "6"}, serverName: "7"}
 workerToken: {existingSecret: "false", key: "on"}
 gateway: {priorityClassName: "8"}
 worker: {priorityClassName: "9", tensorParallelSize: 2, shmSize: 1000000, scratchSize: 1000000}
@@ -110,7 +110,7 @@ monitoring: {serviceMonitor: {enabled: true}, podMonitor: {enabled: true}, prome
         ["model.source=claim", "model.claim.create=true", "model.claim.storageClassName=1", "model.claim.size=1"],
         ["model.source=image", "model.image.reference=1"],
         ["gpu.enabled=true", "gpu.deviceClassName=1", "engine.name=a:B"],
-        ["gateway.discovery=endpointslices"],
+        ["gateway.discovery=endpointslices", "tls.ca.existingSecret=", "tls.ca.existingConfigMap=1"],
     ],
 )
 def test_a_name_may_look_like_a_number(helm: str, more: list[str], tmp_path: Path) -> None:
@@ -126,6 +126,8 @@ def test_a_name_may_look_like_a_number(helm: str, more: list[str], tmp_path: Pat
             kubernetes_validate.validate(document, "1.35", strict=True)
     (endpoint,) = chart.kind(objects, "ServiceMonitor")["spec"]["endpoints"]
     assert endpoint["authorization"]["credentials"] == {"name": "2", "key": "4"}
+    assert endpoint["tlsConfig"]["serverName"] == "7"
+    assert all(isinstance(it, str) for ca in endpoint["tlsConfig"]["ca"].values() for it in ca.values())
     (group,) = chart.kind(objects, "PrometheusRule")["spec"]["groups"]
     assert group["name"] == "true"
 

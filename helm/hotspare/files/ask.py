@@ -1,4 +1,7 @@
-"""`helm test`: asks the gateway at URL for its models and one of them a question, for SECONDS at most, showing KEY."""
+"""`helm test`: asks the gateway at URL for its models and one of them a question, for SECONDS at most, showing KEY.
+
+With https its certificate must be for SERVER_NAME, signed by the CA in the file CA or by one that the image trusts.
+"""
 
 import json
 import os
@@ -9,15 +12,30 @@ import urllib.error
 import urllib.request
 
 
+class Named(ssl.SSLContext):
+    """Verifies; by the name in the certificate, which need not be the one in the URL."""
+
+    def wrap_socket(self, *args, server_hostname=None, **options):
+        name = os.environ.get("SERVER_NAME") or server_hostname
+        return super().wrap_socket(*args, server_hostname=name, **options)
+
+
+def verifying():
+    context = Named(ssl.PROTOCOL_TLS_CLIENT)
+    if ca := os.environ.get("CA"):
+        context.load_verify_locations(ca)
+    else:
+        context.load_default_certs()
+    return context
+
+
 def ask(path, question=None):
     request = urllib.request.Request(os.environ["URL"] + path, question and json.dumps(question).encode())
     request.add_header("content-type", "application/json")
     if key := os.environ.get("KEY"):
         request.add_header("authorization", f"Bearer {key}")
-    # Within the cluster the certificate is often made for another name; whether it fits is the clients' question.
-    anybody = ssl._create_unverified_context()
     try:
-        with urllib.request.urlopen(request, timeout=60, context=anybody) as answer:
+        with urllib.request.urlopen(request, timeout=60, context=verifying()) as answer:
             return json.load(answer)
     except urllib.error.HTTPError as error:
         said = error.read().decode(errors="replace")
@@ -26,6 +44,13 @@ def ask(path, question=None):
         if '"task_not_served"' in said:
             return {"note": "its model does not chat"}
         raise OSError(f"{error.code} {said}") from None
+    except urllib.error.URLError as error:
+        if isinstance(error.reason, ssl.SSLCertVerificationError):
+            sys.exit(
+                f"the gateway's certificate cannot be verified: {error.reason.verify_message}\n"
+                "No key was sent. Name its CA with tls.ca, and the name that it is for with tls.serverName."
+            )
+        raise
 
 
 def main():

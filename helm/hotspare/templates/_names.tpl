@@ -104,6 +104,11 @@ topologySpreadConstraints:
 {{- mul (int64 $number) (int64 (get $factors (trimPrefix $number (toString .)))) -}}
 {{- end -}}
 
+{{/* The name that the gateways' certificate is held against. */}}
+{{- define "hotspare.serverName" -}}
+{{- default (printf "%s.%s.svc" (include "hotspare.gateway" .) .Release.Namespace) .Values.tls.serverName -}}
+{{- end -}}
+
 {{/* Where clients in the cluster find the gateways. */}}
 {{- define "hotspare.url" -}}
 {{ ternary "https" "http" (not (empty .Values.tls.existingSecret)) }}://{{ include "hotspare.gateway" . }}.{{ .Release.Namespace }}.svc:{{ .Values.gateway.service.port }}
