@@ -134,7 +134,8 @@ class GatewaySettings(BaseSettings):
 
     api_keys: Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_keys)] = ()
     """Keys that clients must show one of, comma separated; the flag can be repeated. Without any, and without a file of
-    keys, everybody is let in. Whoever may list processes can read a flag: prefer the file."""
+    keys, everybody is let in. Everybody who may list processes can read a flag: prefer the
+    file."""
     api_keys_file: OptionalPath = None
     """Further keys, one a line; ``#`` begins a comment. Read again within seconds when it changes. A start
     without any key is refused; if the file is emptied later, its keys are withdrawn."""
@@ -269,7 +270,7 @@ class GatewaySettings(BaseSettings):
     access_log: bool = True
     """A line for each relayed request, at level info."""
     parent_pid: Annotated[int, Field(ge=1)] | None = None
-    """Die when this process, the parent, dies. Set by whoever starts us on one machine; unset in a container."""
+    """Die when this process, the parent, dies. Set by the parent on one machine; unset in a container."""
     run_dir: OptionalPath = None
     """Folder for ``gateway.json``, which says pid, host and port while the gateway runs; unset: no such file."""
 

@@ -57,10 +57,10 @@ GATEWAY = (
 )
 """Groups of the gateway's settings, and how their names begin (or end, with ``_`` in front)."""
 SHARED = """\
-A pod hands these on to its engines, and what is set in its environment for engines alone, too; an engine that is
-started by itself must be told the same. Its memory service likewise reads the variables of `hotspare gms` in the pod's
-environment, except for socket, device and metrics port, which are the pod's; of two memory limits the pod's own
-(`HOTSPARE_GMS_MEMORY_LIMIT_BYTES`) wins, and `HOTSPARE_GMS_MEMORY_LIMIT` holds where that is 0.
+A pod hands these on to its engines, together with settings in its environment that are for engines alone; an engine
+that is started by itself must be told the same. Its memory service likewise reads the variables of `hotspare gms` in
+the pod's environment, except for socket, device and metrics port, which are the pod's; of two memory limits the pod's
+own (`HOTSPARE_GMS_MEMORY_LIMIT_BYTES`) wins, and `HOTSPARE_GMS_MEMORY_LIMIT` holds where that is 0.
 """
 
 

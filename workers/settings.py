@@ -240,8 +240,8 @@ class WorkerSettings(BaseSettings):
     keeper: bool = True
     """Whether a warm parent forks the engine, and forks it anew when it dies."""
     worker_token: Annotated[SecretStr, AfterValidator(_token)] | None = None
-    """Requests and watches on the serving port must show this token, or one of the file's; without either, whoever
-    reaches the port is answered. Gateways have the same setting. It has no flag: those can be read by others."""
+    """Requests and watches on the serving port must show this token, or one of the file's; without either, every client
+    is answered. Gateways have the same setting. It has no flag: those can be read by others."""
     worker_token_file: OptionalPath = None
     """Tokens, one a line, all of them accepted; ``#`` begins a comment. Read again within seconds when it changes."""
     device: Annotated[str, AfterValidator(_for_engine), StringConstraints(pattern=_DEVICE)] = "cpu:0"
@@ -255,7 +255,7 @@ class WorkerSettings(BaseSettings):
     log_level: LogLevel = "info"
     """Least level that is logged; upper or lower case."""
     parent_pid: int | None = None
-    """Die when this process, the parent, dies. Set by whoever starts us on one machine; unset in a container."""
+    """Die when this process, the parent, dies. Set by the parent on one machine; unset in a container."""
     drain_mode: Literal["handover", "wait"] = "handover"
     """What becomes of the requests of an active engine that is told to stop: ``handover``, its spare takes them over
     and it ends at once, or, without a spare that is ready, as ``wait``: it answers them to their end."""
@@ -272,7 +272,7 @@ class WorkerSettings(BaseSettings):
         ),
     ] = 5.0
     """How long an engine that waits for its requests still takes new ones, after it has said that it drains: from
-    whoever has not heard of it. Over at once when no gateway watches it any more."""
+    gateways that have not heard of it. Over at once when no gateway watches it any more."""
     shutdown_timeout_seconds: Annotated[
         float,
         Field(
@@ -285,8 +285,8 @@ class WorkerSettings(BaseSettings):
             ),
         ),
     ] = 900.0
-    """How long it may take until the requests of a terminating engine have ended, its grace period included; what is
-    left then is cut."""
+    """How long it may take until the requests of a terminating engine have ended, its grace period included; the rest
+    is cut then."""
     engine_shutdown_seconds: Annotated[float, Field(gt=0, le=3600)] = 30.0
     """How long an engine may take to stop after its requests have ended; if it is silent for longer it is killed."""
 
@@ -400,7 +400,7 @@ class EngineSettings(WorkerSettings):
     engine_args: Arguments = ()
     """Further arguments for the engine: vLLM's as ``vllm serve`` takes them, another one's as its own page says."""
     kv_carry_over: bool = True
-    """Whether a promoted engine goes on with the prefix cache of the one before, whose KV pages it gets."""
+    """Whether a promoted engine takes over the prefix cache of the engine before it, whose KV pages it gets."""
     sim: SimSettings = Field(default_factory=SimSettings)
 
     @model_validator(mode="after")

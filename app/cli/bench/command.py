@@ -62,11 +62,11 @@ def _resume(
     peers: Annotated[str, typer.Option(help="Who else gets the same kills, comma separated: nginx, vllm-router.")] = "",
     peers_dir: Annotated[Path, typer.Option(help="Where `make bench-peers` put the routers.")] = Path(".peers"),
     settle_seconds: Annotated[
-        float, typer.Option(min=0.1, max=600, help="An engine has served for so long before it is killed.")
+        float, typer.Option(min=0.1, max=600, help="Seconds that an engine serves before it is killed.")
     ] = 3.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
 ) -> None:
-    """How long a stream is silent when its engine is killed, and of what that consists.
+    """How long a stream is silent when its engine is killed, and the parts of that time.
 
     Ends with 1 if an answer of ours was lost, or another than without a kill. With --peers a C compiler is needed.
     """

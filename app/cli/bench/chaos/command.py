@@ -25,7 +25,7 @@ def chaos(
         int | None, typer.Option(min=1, max=1000, help="Clients, each with one request at a time (sim: 64, vllm: 4).")
     ] = None,
     seed: Annotated[
-        int | None, typer.Option(min=0, help="What is killed and asked follows from it (drawn at random).")
+        int | None, typer.Option(min=0, help="Decides what is killed and asked. [default: a random one]")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
 ) -> None:

@@ -22,7 +22,7 @@ def load(
     ] = None,
     engine: Annotated[
         Literal["sim", "vllm"] | None,
-        typer.Option(help="Which engine. With --host: that the host's engine is this one. [default: sim, of a fleet]"),
+        typer.Option(help="The fleet's engine, or with --host the host's. [default: sim, of a fleet]"),
     ] = None,
     model: Annotated[str, typer.Option(help="Which model of the host to ask. [default: its first one]")] = "",
     rate: Annotated[float, typer.Option(min=0.001, max=1000, help="All rates of the scenario times this.")] = 1.0,

@@ -48,7 +48,7 @@ def recovery(
         LOADS
     ),
     settle_seconds: Annotated[
-        float, typer.Option(min=0.1, max=600, help="An engine has served for so long before it is killed.")
+        float, typer.Option(min=0.1, max=600, help="Seconds that an engine serves before it is killed.")
     ] = 3.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
 ) -> None:
