@@ -111,7 +111,8 @@ def _export(metrics: Metrics, service: MemoryService[Any], settings: GmsSettings
         return metrics.serve(host, port, service.status, asyncio.get_running_loop())
     except OSError as error:
         raise StartError(
-            f"Metrics cannot be served on {host}:{port}: {error.strerror or error}; choose another port with "
+            f"Metrics cannot be served on {place}: {error.strerror or error}; choose another port with "
+    place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
             "--metrics-port (of a pod: --gms-metrics-port) or HOTSPARE_GMS_METRICS_PORT."
         ) from error
 

@@ -14,6 +14,7 @@ import time
 from typing import Final
 
 from workers.forks import close_in_forks
+from workers.hosts import authority
 
 RETRY_SECONDS: Final = 0.002
 BACKLOG: Final = 2048
@@ -24,7 +25,7 @@ class PortTaken(Exception):
     """Somebody else listens on the port."""
 
     def __init__(self, host: str, port: int, holder: str = "") -> None:
-        super().__init__(f"{host}:{port} is in use" + (f" by {holder}" if holder else ""))
+        super().__init__(f"{authority(host, port)} is in use" + (f" by {holder}" if holder else ""))
         self.host = host
         self.port = port
 

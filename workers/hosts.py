@@ -13,6 +13,12 @@ def reachable(host: str) -> str:
     return _ANY.get(host, host)
 
 
+def authority(host: str, port: int) -> str:
+    """Both as a URL and a Host header have them: an IPv6 address is in brackets there (RFC 3986, 3.2.2), and without
+    its zone, which only this machine knows."""
+    return f"[{host.partition('%')[0]}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def is_loopback(host: str) -> bool:
     """Whether only this machine reaches a server that listens on ``host``; names other than localhost do not count."""
     try:

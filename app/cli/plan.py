@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from workers.hosts import reachable
+from workers.hosts import authority, reachable
 
 LOOPBACK: Final = "127.0.0.1"
 """Where pods listen: only the gateway is for others."""
@@ -216,9 +216,7 @@ def _seconds(environment: Mapping[str, str], name: str, default: float) -> float
 
 def base_url(host: str, port: int, *, tls: bool = False) -> str:
     """Where a client on this machine finds the API."""
-    host = reachable(host)
-    scheme = "https" if tls else "http"
-    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+    return f"{'https' if tls else 'http'}://{authority(reachable(host), port)}"
 
 
 def example_request(url: str, model: str, *, key: str = "", certificate: str | None = None, chats: bool = True) -> str:

@@ -6,6 +6,7 @@ import errno
 import socket
 from contextlib import ExitStack
 
+from app.address import Address
 from app.cli.errors import CliError
 from app.cli.plan import (
     LOOPBACK,
@@ -71,7 +72,7 @@ def _try(host: str, port: int, purpose: str, flag: str) -> None:
                 f"port {port} on {host} ({purpose}) is in use; free it, or choose another with {flag}"
             ) from error
         raise _bad(
-            f"{host}:{port} ({purpose}) cannot be used: {error.strerror or error}; see {flag} and --host"
+            f"{Address(host, port)} ({purpose}) cannot be used: {error.strerror or error}; see {flag} and --host"
         ) from error
 
 

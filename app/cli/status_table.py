@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from app.address import Address
 from app.cli.drain_words import waiting_to_hand_over
 from app.cli.reports import Absence
 from app.cli.status import EngineStatus, GatewayStatus, GmsStatus, PodStatus, StatusDocument
@@ -64,7 +65,7 @@ def gateway_line(gateway: GatewayStatus | None) -> str:
     if gateway is None:
         return "gateway: none in this folder; one that was started by itself is here if it has the same --run-dir"
     said = _GATEWAY_WORDS.get(gateway.lifecycle, gateway.lifecycle)
-    line = f"gateway {gateway.host}:{gateway.port}: {said}"
+    line = f"gateway {Address(gateway.host, gateway.port)}: {said}"
     if gateway.inflight is not None:
         line += f", {gateway.inflight} in flight, {gateway.waiting} waiting for a worker"
     return f"{line} (pid {gateway.pid})"

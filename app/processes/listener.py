@@ -6,6 +6,7 @@ import errno
 import socket
 from typing import Final
 
+from app.address import Address
 from app.start_error import StartError
 
 BACKLOG: Final = 4096
@@ -39,6 +40,6 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         hint = _HINTS.get(error.errno or 0, "")
-        raise StartError(f"cannot listen on {host}:{port}: {error.strerror}{hint}") from None
+        raise StartError(f"cannot listen on {Address(host, port)}: {error.strerror}{hint}") from None
     listener.setblocking(False)
     return listener

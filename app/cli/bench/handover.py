@@ -24,6 +24,7 @@ from app.cli.bench.streaming import Say, Streamed, prompt_of, spread, stream
 from app.cli.bench.system import BenchError, System, running_system
 from app.cli.bench.together import together
 from workers.handover import START_PATH
+from workers.hosts import authority
 from workers.pod_key import HEADER_POD_KEY, read_pod_key
 from workers.state import EngineState
 
@@ -126,7 +127,9 @@ async def _hand_over(system: System, load: Load, run_dir: Path) -> tuple[float, 
     headers = {HEADER_POD_KEY: read_pod_key(run_dir / "pod-0")}
     began = time.monotonic()
     async with httpx.AsyncClient(timeout=HANDOVER_SECONDS, trust_env=False) as client:
-        answer = await client.post(f"http://{system.pod['host']}:{port}{START_PATH}", headers=headers, content=b"{}")
+        answer = await client.post(
+            f"http://{authority(system.pod['host'], port)}{START_PATH}", headers=headers, content=b"{}"
+        )
     if answer.status_code != httpx.codes.OK:
         raise BenchError(f"engine {active.engine} did not hand over: {answer.text[:300]}")
     return began, time.monotonic() - began

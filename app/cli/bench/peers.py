@@ -22,6 +22,7 @@ from app.cli.bench.gateway.native import build
 from app.cli.bench.resume import REQUEST_SECONDS, delivered_at, strike
 from app.cli.bench.streaming import Say, Streamed, stream
 from app.cli.bench.system import BenchError, System, running_pod
+from workers.hosts import authority
 
 READY_SECONDS: Final = 300.0
 BACK_SECONDS: Final = 120.0
@@ -93,7 +94,9 @@ async def _kills(system: System, running: Running, kills: int, say: Say, *, sett
         httpx.AsyncClient(
             base_url=f"http://127.0.0.1:{running.port}", timeout=REQUEST_SECONDS, trust_env=False
         ) as client,
-        httpx.AsyncClient(base_url=f"http://{host}:{port}", timeout=REQUEST_SECONDS, trust_env=False) as direct,
+        httpx.AsyncClient(
+            base_url=f"http://{authority(host, port)}", timeout=REQUEST_SECONDS, trust_env=False
+        ) as direct,
     ):
         ended = []
         for number in range(kills):

@@ -21,6 +21,7 @@ from app.cli.launch import module_command, safe_environment
 from app.cli.plan import LOOPBACK
 from app.cli.run_dir import read_pod
 from workers.contract import HEADER_WORKER_TOKEN
+from workers.hosts import authority
 from workers.ports import PortReservation
 from workers.state import EngineState
 
@@ -70,7 +71,7 @@ class System:
                 return False
             if not self._pod_is_there():
                 return False
-            self.gateway_url = f"http://{gateway['host']}:{gateway['port']}"
+            self.gateway_url = f"http://{authority(gateway['host'], gateway['port'])}"
             status = await self.get(f"{self.gateway_url}/status")
             return bool(status) and any(worker["routable"] for worker in status["workers"])
 
@@ -142,7 +143,7 @@ class System:
         """``/state`` of every engine that answers."""
         host = self.pod["host"]
         ports = [engine["admin_port"] for engine in self.pod["engines"].values()]
-        states = await asyncio.gather(*(self.get(f"http://{host}:{port}/state") for port in ports))
+        states = await asyncio.gather(*(self.get(f"http://{authority(host, port)}/state") for port in ports))
         return [state for state in states if state]
 
     async def engine(self, role: str) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from app.cli.bench.pods import engines_of
 from app.cli.bench.system import System
 from app.cli.run_dir import read_pods
 from workers.contract import Role
+from workers.hosts import authority
 from workers.pod_files import PodRecord
 
 LOOK_SECONDS: Final = 0.5
@@ -53,7 +54,7 @@ class Watch:
         active = next((state for state in states if state.role is Role.ACTIVE), None)
         work: dict[str, Any] = {}
         if active is not None and self._accelerator:
-            url = f"http://{pod.host}:{pod.serving_port}/accelerator"
+            url = f"http://{authority(pod.host, pod.serving_port)}/accelerator"
             work = await self._system.get_from_worker(url)
         if "epoch" in work:
             counts = {name: work[name] for name in _COUNTS}
