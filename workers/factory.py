@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import msgspec
 import uvloop
 
-from workers import cuda, metrics
+from workers import cuda, engine_folder, metrics
 from workers.contract import WorkerTokenError
 from workers.engine import Engine, EngineConfigError, EngineDeadError
 from workers.engines import catalogue, fit
@@ -238,13 +237,11 @@ def run_engine(settings: EngineSettings, *, runtime_dir: Path, heartbeat_fd: int
 def _empty(runtime_dir: Path) -> Iterator[None]:
     """The engine's folder, as a keeper makes and removes it. What an engine that died has left is in nobody's way: the
     next one begins with an empty folder."""
-    with suppress(FileNotFoundError):
-        shutil.rmtree(runtime_dir)
-    runtime_dir.mkdir(mode=0o700)
+    engine_folder.make_empty(runtime_dir)
     try:
         yield
     finally:
-        shutil.rmtree(runtime_dir, ignore_errors=True)
+        engine_folder.remove(runtime_dir)
 
 
 def _prepare_pod_dir(pod_dir: Path) -> str | None:

@@ -18,7 +18,6 @@ import gc
 import logging
 import os
 import select
-import shutil
 import signal
 import sys
 import time
@@ -29,7 +28,7 @@ from typing import Final
 
 import msgspec
 
-from workers import metrics
+from workers import engine_folder, metrics
 from workers.exit_codes import ExitCode
 from workers.first_process import bury_strays
 from workers.heartbeat import BEAT_BYTES, BeatDecoder, Stuck, Watchdog
@@ -44,6 +43,9 @@ EngineMain = Callable[[int, int], int]
 has forked before in, exit code out."""
 
 _LOOK_MS: Final = 250
+FORK_AGAIN_SECONDS: Final = 0.25
+"""Before the second try to fork; twice as long before each further one, up to the next."""
+MAX_FORK_AGAIN_SECONDS: Final = 8.0
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -70,6 +72,10 @@ class _Life(msgspec.Struct, frozen=True, kw_only=True):
     """When the keeper killed it, if it did."""
 
 
+class _NotForked(Exception):
+    """The machine did not let an engine begin: no process, descriptor or place on the disk is to be had now."""
+
+
 class Keeper:
     """Forks one engine after another until it is told to stop or the engine cannot live."""
 
@@ -89,7 +95,9 @@ class Keeper:
         gc.freeze()  # what is shared with every engine stays shared: a collection would touch, and so copy, the pages
         with self._signals() as (wakeup, inherited):
             while True:
-                life = self._one_life(wakeup, inherited)
+                life = self._next_life(wakeup, inherited)
+                if life is None:
+                    return ExitCode.DRAINED
                 metrics.record_end(
                     None if self._stops or life.status == ExitCode.DRAINED else _how(life),
                     at=life.ended,
@@ -159,29 +167,43 @@ class Keeper:
         self._stops += came
         return came
 
+    def _next_life(self, wakeup: int, signal_pipe: tuple[int, int]) -> _Life | None:
+        """One life, as soon as the machine lets an engine begin; None: told to stop before it did."""
+        delay = FORK_AGAIN_SECONDS
+        while True:
+            try:
+                return self._one_life(wakeup, signal_pipe)
+            except _NotForked as error:
+                logger.error("%s: no engine can be forked, tried again in %g s: %s", self._name, delay, error)
+            if self._wait(wakeup, delay):
+                return None
+            delay = min(2 * delay, MAX_FORK_AGAIN_SECONDS)
+
     def _one_life(self, wakeup: int, signal_pipe: tuple[int, int]) -> _Life:
-        self._clean_runtime_dir()
-        self._runtime_dir.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # somebody may have removed it
-        self._runtime_dir.mkdir(mode=0o700)
-        beats, engine_end = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        pidfd = -1
+        """Raises _NotForked: there was none."""
+        beats = engine_end = pidfd = -1
         try:
-            pid = self._fork(engine_end, inherited=(beats, *signal_pipe))
+            try:
+                engine_folder.make_empty(self._runtime_dir)
+                beats, engine_end = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+                pid, pidfd = self._fork(engine_end, inherited=(beats, *signal_pipe))
+            except OSError as error:
+                raise _NotForked(error.strerror or str(error)) from error
             os.close(engine_end)
             engine_end = -1
-            pidfd = os.pidfd_open(pid)
             return self._watch(pid, pidfd, beats, wakeup)
         finally:
             for fd in (beats, engine_end, pidfd):
                 if fd >= 0:
                     os.close(fd)
-            self._clean_runtime_dir()
+            engine_folder.remove(self._runtime_dir)
 
-    def _clean_runtime_dir(self) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            shutil.rmtree(self._runtime_dir)
+    def _fork(self, engine_end: int, *, inherited: tuple[int, ...]) -> tuple[int, int]:
+        """The engine's pid and pidfd.
 
-    def _fork(self, engine_end: int, *, inherited: tuple[int, ...]) -> int:
+        Raises:
+            OSError: the system has no room for another process, or for a descriptor of it.
+        """
         threads = len(os.listdir("/proc/self/task"))
         if threads != 1:
             raise RuntimeError(
@@ -192,11 +214,15 @@ class Keeper:
         keeper_pid = os.getpid()
         # Until it has handlers of its own the child would answer signals with the keeper's, into the keeper's pipe.
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+            raise
         if pid:
             self._forks += 1
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-            return pid
+            return pid, _pidfd_of(pid)
         code: int = ExitCode.FORCED
         try:
             # The engine's own process from here on. SIGINT of a terminal reaches the keeper too, which passes it on.
@@ -263,6 +289,16 @@ class Keeper:
                 logger.error("%s: killing the engine (pid %d): %s", self._name, pid, stuck.value)
                 killed = time.monotonic()
                 os.kill(pid, signal.SIGKILL)
+
+
+def _pidfd_of(pid: int) -> int:
+    """Of a child. Raises OSError: there is none to be had, and the child, which nobody could watch, is gone."""
+    try:
+        return os.pidfd_open(pid)
+    except OSError:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        raise
 
 
 def _is_stopped(pid: int) -> bool:

@@ -21,7 +21,7 @@ END_SECONDS = 60.0
 """How long an engine that has much to give back may take for it."""
 
 KEEPER = """
-import os, signal, sys, time
+import errno, os, signal, sys, time
 from pathlib import Path
 from workers.contract import Role
 from workers.heartbeat import Beat, encode_beat
@@ -29,6 +29,27 @@ from workers.keeper import Keeper, KeeperTimeouts
 from workers.logs import configure_logging
 
 behaviour, runtime_dir = sys.argv[1], Path(sys.argv[2])
+if behaviour == "no room":  # for two processes, and then for a descriptor
+    fork, pidfd_open, refused = os.fork, os.pidfd_open, []
+
+    def fork_later():
+        if len(refused) < 2:
+            refused.append(1)
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return fork()
+
+    def open_later(pid, flags=0):
+        if len(refused) < 3:
+            refused.append(1)
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return pidfd_open(pid, flags)
+
+    os.fork, os.pidfd_open = fork_later, open_later
+elif behaviour == "no process":
+    def never():
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    os.fork = never
 configure_logging(form="console", level="info")
 
 def engine(fd, restarts):
@@ -43,6 +64,18 @@ def engine(fd, restarts):
         for _ in range(5):
             os.write(fd, encode_beat(Beat(0, False, Role.FAILED)))
             time.sleep(0.02)
+        return 1
+    if behaviour == "leaves writers" and not restarts:
+        for _ in range(3):
+            if os.fork() == 0:
+                until = time.monotonic() + 1
+                while time.monotonic() < until:
+                    try:
+                        os.makedirs(runtime_dir / f"{os.getpid()}-{time.monotonic_ns()}")
+                    except OSError:
+                        pass
+                os._exit(0)
+        time.sleep(0.2)
         return 1
     left = []
     signal.signal(signal.SIGTERM, lambda *_: left.append(1))
@@ -65,7 +98,7 @@ def engine(fd, restarts):
 end = float(sys.argv[3]) if behaviour == "slow end" else 1.0
 sys.exit(Keeper(
     name="engine a", engine_main=engine, runtime_dir=runtime_dir,
-    timeouts=KeeperTimeouts(beat=0.5, init_beat=5.0, step=0.7, end=end),
+    timeouts=KeeperTimeouts(beat=8.0 if behaviour == "leaves writers" else 0.5, init_beat=9.0, step=0.7, end=end),
 ).run())
 """
 
@@ -221,3 +254,32 @@ def test_a_killed_keeper_takes_its_engine_along(kept: Kept) -> None:
     kept.line("ready")
     kept.process.kill()
     assert gone(engine)
+
+
+@pytest.mark.parametrize("kept", ["leaves writers"], indirect=True)
+def test_children_that_still_write_into_the_folder_keep_no_engine_from_following(kept: Kept) -> None:
+    first = kept.engine()
+    second = kept.engine()
+    assert second != first
+    kept.line("ready")
+    kept.process.send_signal(signal.SIGTERM)
+    assert kept.process.wait(10) == 0
+
+
+@pytest.mark.parametrize("kept", ["no room"], indirect=True)
+def test_a_machine_without_room_for_a_process_is_asked_again(kept: Kept) -> None:
+    kept.line("no engine can be forked, tried again in 0.25 s: Resource temporarily unavailable")
+    kept.line("no engine can be forked, tried again in 0.5 s: Resource temporarily unavailable")
+    kept.line("no engine can be forked, tried again in 1 s: Too many open files")
+    engine = kept.engine()
+    kept.line("ready")
+    kept.process.send_signal(signal.SIGTERM)  # which is not blocked after a fork that failed
+    assert kept.process.wait(10) == 0
+    assert gone(engine)
+
+
+@pytest.mark.parametrize("kept", ["no process"], indirect=True)
+def test_one_that_is_told_to_stop_meanwhile_does(kept: Kept) -> None:
+    kept.line("tried again in 0.5 s")
+    kept.process.send_signal(signal.SIGTERM)
+    assert kept.process.wait(10) == 0
