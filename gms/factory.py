@@ -99,6 +99,11 @@ async def _keep_listening(path: SocketPath, server: Server) -> None:
                 told = str(error)
                 log.error("the socket was removed, and nobody can connect: %s", error)
             continue
+        except Exception as error:  # nobody waits for this task, and no client that is connected needs it
+            if repr(error) != told:
+                told = repr(error)
+                log.exception("the socket's place cannot be looked after, and is tried again")
+            continue
         told = ""
         if listener is not None:
             server.start(listener)
@@ -107,12 +112,12 @@ async def _keep_listening(path: SocketPath, server: Server) -> None:
 
 def _export(metrics: Metrics, service: MemoryService[Any], settings: GmsSettings) -> Closeable:
     host, port = settings.metrics_host, settings.metrics_port
+    place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
         return metrics.serve(host, port, service.status, asyncio.get_running_loop())
     except OSError as error:
         raise StartError(
             f"Metrics cannot be served on {place}: {error.strerror or error}; choose another port with "
-    place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
             "--metrics-port (of a pod: --gms-metrics-port) or HOTSPARE_GMS_METRICS_PORT."
         ) from error
 

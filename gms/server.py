@@ -100,7 +100,12 @@ class Server:
             return
         task = self._loop.create_task(self._serve(connection))
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._served)
+
+    def _served(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("what a client held may not have been given back: its connection's end failed", exc_info=error)
 
     def _resume_accepting(self) -> None:
         if self._listener is not None:

@@ -51,6 +51,7 @@ from workers.serving_port import ServingPort
 from workers.settings import EngineSettings
 from workers.settling import say_cut, settle
 from workers.state import DrainState
+from workers.tasks import logged
 from workers.vitals import Vitals
 
 logger = logging.getLogger(__name__)
@@ -294,6 +295,7 @@ class HandingOver:
         pressing = asyncio.create_task(self._press())
         seconds = 2 * self._seconds + 4 * SLACK_SECONDS
         try:
+        logged(pressing, "the spares could not be told that nobody waits for them")
             await asyncio.wait({ours, theirs}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
             if ours.done():
                 ours.result()

@@ -14,6 +14,7 @@ from typing import Self
 from workers.change import Change
 from workers.serving import ServingApp
 from workers.serving_port import ServingPort
+from workers.tasks import logged
 
 
 class OlderPorts:
@@ -36,15 +37,18 @@ class OlderPorts:
         task = asyncio.create_task(self._close_when_empty(port, stack), name=f"older-port-{port.epoch}")
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
+        logged(task, f"the serving port of epoch {port.epoch} was not closed in order")
 
     async def _close_when_empty(self, port: ServingPort, stack: AsyncExitStack) -> None:
         try:
             while port.app.requests and not self._over:
                 await self._ended.wait(timeout_seconds=None)
         finally:
-            await stack.aclose()
-            self.ports.remove(port)
-            self._apps.remove(port.app)
+            try:
+                await stack.aclose()
+            finally:
+                self.ports.remove(port)
+                self._apps.remove(port.app)
 
     async def __aenter__(self) -> Self:
         return self

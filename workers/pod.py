@@ -13,8 +13,8 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
-from typing import Final
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any, Final
 
 import msgspec
 
@@ -40,6 +40,7 @@ from workers.pod_files import EngineRecord, MemoryServiceRecord, PodFolder, PodF
 from workers.pod_plan import Action, Deadline, Kill, Phase, PodPlan, Start, Terminate
 from workers.probes import Liveness, LivenessVerdict, Sighting
 from workers.settings import PodSettings
+from workers.tasks import told_of_failure
 from workers.threads import in_daemon_thread
 
 logger = logging.getLogger(__name__)
@@ -79,6 +80,15 @@ class _Hung(msgspec.Struct, frozen=True):
     why: str
 
 
+class _Failed(msgspec.Struct, frozen=True):
+    """Something of this supervisor's own ended on an error that nothing expected."""
+
+    what: str
+    pid: int
+    """Of the process that it was about; 0: of none."""
+    error: Exception
+
+
 class _Ready(msgspec.Struct, frozen=True):
     name: str
 
@@ -102,7 +112,7 @@ class _RecordDue(msgspec.Struct, frozen=True):
     """pod.json could not be written and is tried again, or is not there any more."""
 
 
-_Event = _Signalled | _Ended | _Hung | _Ready | _StartDue | _DeadlinePassed | _RecordDue
+_Event = _Signalled | _Ended | _Hung | _Failed | _Ready | _StartDue | _DeadlinePassed | _RecordDue
 
 
 async def run_pod(settings: PodSettings) -> int:
@@ -135,6 +145,8 @@ class PodSupervisor:
         self._events: asyncio.Queue[_Event] = asyncio.Queue()
         self._children: dict[str, Child] = {}
         self._probes: dict[str, asyncio.Task[None]] = {}
+        self._looking: asyncio.Task[None] | None = None
+        """After the pod's folder."""
         self._sink: LogSink | None = None
         self._record_is_old = False
         """pod.json could not be written, and says what was before."""
@@ -160,7 +172,7 @@ class PodSupervisor:
                     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
                         loop.remove_signal_handler(number)
                     self._kill_what_is_left()
-                    await self._end_probes()
+                    await self._end_tasks()
                 self._folder.clean()
                 code = self._plan.exit_code
                 logger.info("pod %s exits with %d (%s)", self._settings.pod, code, code.name)
@@ -173,15 +185,11 @@ class PodSupervisor:
 
     async def _supervise(self) -> None:
         self._perform(self._plan.begin())
-        looking = asyncio.create_task(self._look_after_folder(), name="folder")
-        try:
-            while not self._plan.finished:
-                event = await self._events.get()
-                self._perform(self._handle(event))
-                self._bury_strays()
-        finally:
-            looking.cancel()
-            await asyncio.wait({looking})
+        self._begin_looking()
+        while not self._plan.finished:
+            event = await self._events.get()
+            self._perform(self._handle(event))
+            self._bury_strays()
 
     def _bury_strays(self) -> None:
         bury_strays([child.pid for child in self._children.values()])
@@ -199,6 +207,9 @@ class PodSupervisor:
                     return []
                 logger.error("%s is not alive: %s", name, why)
                 return [Kill(name)]
+            case _Failed(what, pid, error):
+                self._begin_anew(what, pid, error)
+                return []
             case _Ready(name):
                 self._plan.ready(name)
                 return []
@@ -209,6 +220,17 @@ class PodSupervisor:
             case _RecordDue():
                 self._record_due = False
                 return []  # after each event it is written
+
+    def _begin_anew(self, what: str, pid: int, error: Exception) -> None:
+        """A process that nobody asks whether it is alive would hang unseen; the mistake is this supervisor's, and no
+        reason to end a pod that serves."""
+        logger.error("%s ended on an error that nothing expected, and begins anew", what, exc_info=error)
+        if not pid:
+            self._begin_looking()
+            return
+        for name, child in self._children.items():
+            if child.pid == pid:
+                self._begin_probing(name, pid)
 
     def _handle_end(self, name: str, pid: int) -> list[Action]:
         code, complaint = FAILED_TO_START, ""
@@ -275,7 +297,18 @@ class PodSupervisor:
             return
         self._children[name] = child
         logger.debug("%s is process %d", name, child.pid)
-        self._probes[name] = asyncio.create_task(self._probe(name, child.pid, now), name=f"probe-{name}")
+        self._begin_probing(name, child.pid)
+
+    def _begin_probing(self, name: str, pid: int) -> None:
+        self._probes[name] = self._observed(self._probe(name, pid, time.monotonic()), f"the probe of {name}", pid)
+
+    def _begin_looking(self) -> None:
+        self._looking = self._observed(self._look_after_folder(), "the look after the pod's folder", 0)
+
+    def _observed(self, work: Coroutine[Any, Any, None], what: str, pid: int) -> asyncio.Task[None]:
+        task = asyncio.create_task(work, name=what)
+        told_of_failure(task, lambda error: self._events.put_nowait(_Failed(what, pid, error)))
+        return task
 
     async def _probe(self, name: str, pid: int, started: float) -> None:
         """Ask one life of a process whether it is alive, until it is not."""
@@ -353,13 +386,14 @@ class PodSupervisor:
                 logger.error("%s (process %d) does not end even on SIGKILL", name, child.pid)
         self._children.clear()
 
-    async def _end_probes(self) -> None:
-        probes = list(self._probes.values())
+    async def _end_tasks(self) -> None:
+        tasks = [*self._probes.values(), *(() if self._looking is None else (self._looking,))]
         self._probes.clear()
-        for probe in probes:
-            probe.cancel()
-        if probes:
-            await asyncio.wait(probes)
+        self._looking = None
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
 
     # --- what others see
 

@@ -192,6 +192,25 @@ def test_an_engine_that_hangs_is_killed_with_what_it_started(
     assert pod.record()["engines"]["b"]["pid"] == other
 
 
+def test_a_probe_that_fails_itself_is_said_and_goes_on(start_pod: StartPod, live_ports: tuple[int, int]) -> None:
+    a, b = live_ports
+    pod = start_pod(
+        a=["--live-port", str(a)],
+        b=["--live-port", str(b)],
+        HOTSPARE_LIVENESS_TIMEOUT_SECONDS=str(200 * MS),
+        FAILING_LOOKS="5",
+    )
+    engine, other = pod.until_up("engine-a"), pod.until_up("engine-b")
+    pod.until_said("the probe of engine-[ab] ended on an error that nothing expected, and begins anew", times=5)
+    pod.until_said('KeyError: "a mistake of the supervisor\'s"')
+    pod.until_said("the look after the pod's folder ended on an error that nothing expected, and begins anew")
+    pod.until_said("^pod-0/engine-a asked$", times=2)
+    os.kill(engine, signal.SIGSTOP)
+    pod.until_said("engine-a is not alive: no answer from .*/live within 0.2 s")
+    pod.until_up("engine-a", life=2)
+    assert pod.record()["engines"]["b"]["pid"] == other
+
+
 def test_the_next_engine_of_a_keeper_may_be_silent_while_it_starts(
     start_pod: StartPod, live_ports: tuple[int, int]
 ) -> None:

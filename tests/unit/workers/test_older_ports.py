@@ -6,6 +6,8 @@ import asyncio
 from contextlib import AsyncExitStack
 from typing import Any, cast
 
+import pytest
+
 from workers.change import Change
 from workers.http_server import HttpServer
 from workers.older_ports import OlderPorts
@@ -49,3 +51,18 @@ async def test_a_port_is_closed_and_forgotten_with_its_last_request() -> None:
         assert not other.closed.is_set()
     assert other.closed.is_set()
     assert (older.ports, apps) == ([], [])
+
+
+async def test_a_port_whose_closing_fails_is_forgotten_too_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    ended, apps = Change(), list[ServingApp]()
+
+    async def fail() -> None:
+        raise RuntimeError("it does not close")
+
+    async with OlderPorts(apps, ended=ended) as older:
+        closing = Closing(ended)
+        closing.stack.push_async_callback(fail)
+        older.add(closing.port, closing.stack)
+    await asyncio.sleep(0)
+    assert (older.ports, apps) == ([], [])
+    assert "the serving port of epoch 1 was not closed in order: it does not close" in caplog.text

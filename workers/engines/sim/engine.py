@@ -200,6 +200,8 @@ class SimEngine:
             raise EngineDeadError(str(self._scheduler.failure)) from self._scheduler.failure
         if self._loop_task is None:
             raise EngineDeadError("the engine was not initialized, or was shut down")
+        if self._loop_task.done():
+            raise EngineDeadError("the loop that makes its steps has ended")
         if (reason := self._lost) is not None:
             raise MemoryLostError(reason)
         marks, aborted = self._scheduler.marks(), self._scheduler.aborted()
