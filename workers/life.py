@@ -213,7 +213,7 @@ class EngineLife:
 
     async def _initialize(self) -> None:
         started = time.monotonic()
-        await self._engine.initialize()
+        await self._initialize_engine()
         await self._standby.test()  # before it is called a spare
         self._vitals.handle(RoleEvent.INITIALIZED)
         logger.info(
@@ -222,6 +222,27 @@ class EngineLife:
             time.monotonic() - started,
             self._engine.memory().weights_role,
         )
+
+    async def _initialize_engine(self) -> None:
+        """Raises:
+        EngineDeadError: it does not come to an end. Its loop runs and so it beats, and no step is due: nobody else
+            would see it. It is not waited for, since what hangs may not hear that it is cancelled, either.
+        """
+        seconds = self._settings.initialize_timeout_seconds
+        initializing = asyncio.ensure_future(self._engine.initialize())
+        try:
+            done, _ = await asyncio.wait({initializing}, timeout=seconds)
+        except asyncio.CancelledError:
+            initializing.cancel()
+            await asyncio.wait({initializing}, timeout=self._settings.engine_shutdown_seconds)
+            if not initializing.done():
+                raise EngineDeadError("it does not stop to initialise, though it was told to end") from None
+            if not initializing.cancelled():
+                initializing.result()
+            raise
+        if not done:
+            raise EngineDeadError(f"it was not initialised within {seconds:g} s (HOTSPARE_INITIALIZE_TIMEOUT_SECONDS)")
+        initializing.result()
 
     async def _shut_down_engine(self) -> None:
         seconds = self._settings.engine_shutdown_seconds

@@ -353,6 +353,9 @@ class EngineSettings(WorkerSettings):
     """The keeper kills an engine whose event loop gave no beat for this long."""
     init_beat_timeout_seconds: Annotated[float, Field(ge=MIN_BEAT_TIMEOUT_SECONDS, le=3600)] = 60.0
     """``beat_timeout_seconds`` before the engine is initialised: loading weights may hold the loop up for a while."""
+    initialize_timeout_seconds: Annotated[float, Field(gt=0, le=86400)] = 1800.0
+    """How long an engine may take until it is parked for the first time: weights read, or another engine's waited for,
+    and warmed up. One that takes longer hangs, and is ended; its keeper forks another."""
     step_timeout_seconds: Annotated[float, Field(gt=0, le=86400)] = 120.0
     """The keeper kills an engine that took no step for this long while requests run."""
     token_timeout_seconds: Annotated[float, Field(gt=0, le=86400)] = 300.0

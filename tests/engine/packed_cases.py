@@ -14,6 +14,7 @@ import vllm.model_executor.layers.utils as layer_utils
 
 from gms import tensors
 from gms.mapping import Chunk, Reservation
+from workers.engine import EngineDeadError
 from workers.engines.vllm import packed
 
 SIZES = {"first": (960, 576), "second": (200, 1000), "small": (64, 64)}
@@ -122,6 +123,16 @@ def test_a_reader_that_packs_in_another_way_is_refused(written: tuple[Any, Share
     twin = shared.twin()
     twin.first._buffers[packed.ASKED] = torch.zeros(1000)
     with pytest.raises(ValueError, match=r"packed weights of first cannot be shared.*bytes instead of"):
+        packed.install(twin, shared.pages)
+
+
+def test_a_reader_that_does_not_see_where_it_packed_may_see_it_the_next_time(
+    written: tuple[Any, Shared, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, shared, _ = written
+    twin = shared.twin()
+    monkeypatch.setattr(packed, "only_new", lambda before, after, size: None)
+    with pytest.raises(EngineDeadError, match=r"packed weights of first cannot be shared this time.*not to be seen"):
         packed.install(twin, shared.pages)
 
 

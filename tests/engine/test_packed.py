@@ -16,4 +16,4 @@ def test_packed_matrices() -> None:
     command = [sys.executable, "-m", "pytest", "--quiet", "-p", "no:cacheprovider", "-W", "ignore", str(CASES)]
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-2000:]
-    assert "6 passed" in ran.stdout
+    assert "7 passed" in ran.stdout

@@ -31,6 +31,15 @@ class NeverReady(SimEngine):
         await asyncio.Event().wait()
 
 
+class NeverGivesUp(SimEngine):
+    """Is not initialised, and does not hear that it is cancelled."""
+
+    async def initialize(self) -> None:
+        while True:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+
+
 class NotForThese(SimEngine):
     async def initialize(self) -> None:
         raise EngineConfigError("there is no model here;\nset HOTSPARE_MODEL")

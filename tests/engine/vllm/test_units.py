@@ -13,7 +13,7 @@ from gms import protocol
 from tests.engine.vllm import resume_rows
 from workers.engine import EngineConfigError
 from workers.engines.vllm import arguments, compat, resumable, shims
-from workers.engines.vllm.weights import layout_key
+from workers.engines.vllm.weights import broken_weights, layout_key
 from workers.memory import MemoryService
 from workers.settings import EngineSettings
 from workers.weights import pool_name
@@ -58,6 +58,14 @@ def test_a_layout_key_is_a_pool_name(tmp_path: Path) -> None:
 
 
 def test_placement_travels_through_vllms_config() -> None:
+def test_a_file_that_holds_no_safetensors_is_told_from_one_that_does(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    assert broken_weights(tmp_path) is None
+    for content, broken in ((b"", True), (b"not safetensors", True), (b"\x02" + bytes(7) + b"{}", False)):
+        path.write_bytes(content)
+        assert broken_weights(tmp_path) == (path if broken else None)
+
+
     placement = arguments.Placement(service=SERVICE)
     assert arguments.Placement.from_config(placement.to_config()) == placement
     for foreign in ({}, None, {arguments.EXTRA_CONFIG_KEY: {"service": 1}}):

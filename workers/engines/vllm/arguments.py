@@ -16,7 +16,8 @@ import msgspec
 
 from workers.engine import EngineConfigError
 from workers.engines.vllm import build
-from workers.engines.vllm.weights import weight_files
+from workers.engines.vllm.start_failure import failure_of, one_line
+from workers.engines.vllm.weights import broken_weights, weight_files
 from workers.memory import MemoryService
 from workers.settings import EngineSettings
 
@@ -120,6 +121,7 @@ def read_model_config(folder: Path) -> dict[str, Any]:
 
     Raises:
         EngineConfigError: says what is wrong with the folder.
+        EngineDeadError: it could not be read this time.
     """
     path = folder / "config.json"
     if not folder.is_dir():
@@ -129,7 +131,7 @@ def read_model_config(folder: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise EngineConfigError(f"{folder} is not a model folder: it has no config.json") from None
     except (OSError, ValueError) as error:
-        raise EngineConfigError(f"cannot read {path}: {error}") from None
+        raise failure_of(error, f"cannot read {path}") from None
     if not isinstance(config, dict):
         raise EngineConfigError(f"cannot read {path}: it holds no JSON object")
     return config
@@ -194,6 +196,7 @@ def create_config(namespace: argparse.Namespace, service: MemoryService | None, 
 
     Raises:
         EngineConfigError: vLLM refuses the combination.
+        EngineDeadError: files could not be read this time, or there was no memory.
     """
     from vllm.engine.arg_utils import AsyncEngineArgs
 
@@ -204,8 +207,11 @@ def create_config(namespace: argparse.Namespace, service: MemoryService | None, 
         namespace.model_loader_extra_config = Placement(service=service).to_config()
     try:
         config = AsyncEngineArgs.from_cli_args(namespace).create_engine_config()
-    except Exception as error:  # it only looks at settings and files here: whatever fails, those are to be changed
-        raise EngineConfigError(f"vLLM cannot serve this model with these settings: {one_line(error)}") from error
+    except Exception as error:  # it only looks at settings and files here: what does not pass is for those to change
+        # vLLM reads as many bytes of a file as its first eight say, which may be any number.
+        if isinstance(error, MemoryError) and (broken := broken_weights(Path(namespace.model))) is not None:
+            raise EngineConfigError(f"{broken} is no safetensors file, or a part of one") from error
+        raise failure_of(error, "vLLM cannot serve this model with these settings") from error
     # Only now it is decided whether steps overlap; given before, a scheduler class would decide it.
     scheduler = config.scheduler_config
     scheduler.scheduler_cls = ASYNC_SCHEDULER if scheduler.async_scheduling else SCHEDULER
@@ -246,11 +252,4 @@ def register_model_class(architectures: list[str]) -> None:
             importlib.import_module(registered.module_name)
             ModelRegistry.register_model(architecture, registered.load_model_cls())
         except Exception as error:
-            raise EngineConfigError(f"vLLM's class for {architecture} cannot be imported: {one_line(error)}") from error
-
-
-def one_line(error: BaseException) -> str:
-    """An error's text for the middle of a sentence: pydantic and vLLM like several lines."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    lines = [line for line in lines if "errors.pydantic.dev" not in line]
-    return " ".join(lines)[:600] or type(error).__name__
+            raise failure_of(error, f"vLLM's class for {architecture} cannot be imported") from error

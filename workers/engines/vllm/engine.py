@@ -29,6 +29,8 @@ from workers.ranks import Ranks
 from workers.settings import EngineSettings
 from workers.threads import interruptible
 from workers.waits import Waits
+from workers.engines.vllm.start_failure import failure_of, is_for_a_person, may_pass
+from workers.engines.vllm.warm_up import warm_up
 from workers.weights import WeightsMemory
 
 if TYPE_CHECKING:
@@ -115,10 +117,13 @@ class VllmEngine:
             asyncio.get_running_loop().add_reader(pidfd, self._rank_died, pidfd)
         try:
             await self._core.start()
-        except (GmsError, EngineDeadError):
+        except (GmsError, EngineDeadError, EngineConfigError):
             raise  # says itself what happened, and whether a retry can help
         except Exception as error:
-            raise _start_failure(error) from error
+            if may_pass(error) or is_for_a_person(error):
+                kind = type(error).__name__
+                raise failure_of(error, f"vLLM cannot run this model with these settings: {kind}") from error
+            raise
         self._llm = await asyncio.to_thread(
             ReplayingLLM.from_vllm_config,
             config,
@@ -140,7 +145,7 @@ class VllmEngine:
             await self._core.call_workers("kv_scratch")
             self._kv = await self._core.worker_call("hotspare_kv")
             self._weights = await self._core.worker_call("hotspare_weights")
-        await serving.warm_up(app, model=self.models[0], tasks=tasks)
+        await warm_up(app, model=self.models[0], tasks=tasks)
         self._awake = True
         await self.park()
         self._app = app
@@ -321,20 +326,6 @@ class VllmEngine:
         if self._service is not None:
             compat.pin_hash_seed(config.cache_config.prefix_caching_hash_algo, self._service.instance)
         return namespace, config
-
-
-def _start_failure(error: Exception) -> Exception:
-    """What stopped vLLM while it built the engine, told apart: settings and model are for a person to change, anything
-    else may pass."""
-    text = arguments.one_line(error)
-    if isinstance(error, MemoryError) or "allocate memory" in text:  # the latter is torch's, as a RuntimeError
-        return EngineConfigError(f"not enough memory for the weights: {text}")
-    if (
-        isinstance(error, ValueError | KeyError | OSError | AssertionError)
-        or "safetensor" in type(error).__name__.lower()
-    ):
-        return EngineConfigError(f"vLLM cannot run this model with these settings: {type(error).__name__}: {text}")
-    return error
 
 
 def _memory_of(core: Any) -> EngineMemory:

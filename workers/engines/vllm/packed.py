@@ -24,6 +24,7 @@ import torch
 import vllm._custom_ops as custom_ops
 import vllm.model_executor.layers.utils as layer_utils
 
+from workers.engine import EngineDeadError
 from workers.engines.vllm.new_memory import Stretch, anonymous, only_new
 from workers.weights import WeightsMemory
 
@@ -135,6 +136,7 @@ def install(model: Any, weights: WeightsMemory) -> None:
 
     Raises:
         ValueError: this process packs in another way than the writer did.
+        EngineDeadError: where it packed to was not to be seen; the next process may see it.
     """
     handlers: dict[int, Handler] = {}
     for name, layer in model.named_modules():
@@ -154,8 +156,8 @@ def _handler_for_zeros(name: str, k: int, n: int, dtype: Any) -> Handler:
         zeros = torch.zeros(n, k, dtype=dtype)
         try:
             dnnl = custom_ops.create_onednn_mm(zeros.t(), 32)
-        except RuntimeError as error:
-            raise _differs(name, str(error)) from error
+        except RuntimeError as error:  # the writer's was found, so this may be another time
+            raise EngineDeadError(f"the packed weights of {name} cannot be shared this time: {error}") from error
     return packed[_pointer(dnnl)]
 
 

@@ -14,8 +14,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from workers.engine import EngineConfigError
+from workers.engine import EngineConfigError, EngineDeadError
 from workers.engines.vllm import arguments, build, compat, plugin, shims
+from workers.engines.vllm.start_failure import one_line
 from workers.settings import EngineSettings
 
 logger = logging.getLogger(__name__)
@@ -103,7 +104,7 @@ def preload(settings: EngineSettings) -> None:
     try:
         with _root_logger_kept():
             _rehearse(settings)
-    except EngineConfigError as error:
+    except (EngineConfigError, EngineDeadError) as error:
         logger.debug("preloading without the model: %s", error)
     compat.die_of_faults()
     threads = len(os.listdir("/proc/self/task"))
@@ -129,4 +130,4 @@ def _rehearse(settings: EngineSettings) -> None:
             resolve_chat_template_content_format(None, None, "auto", tokenizer, model_config=config.model_config)
             tokenizer.apply_chat_template([{"role": "user", "content": "hello"}], tokenize=False)
     except Exception as error:
-        raise EngineConfigError(f"cannot rehearse a start: {arguments.one_line(error)}") from error
+        raise EngineConfigError(f"cannot rehearse a start: {one_line(error)}") from error

@@ -1,4 +1,4 @@
-"""vLLM's OpenAI application: which of its routes are served, and the first requests that nobody waits for.
+"""vLLM's OpenAI application, and which of its routes are served.
 
 The application is vLLM's, its answers are not touched. But a route that is not for clients (sleep, weights, profiles,
 adapters, aborting others' requests) would let one of them break the failover, so only the routes named here exist.
@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import logging
 from collections.abc import MutableMapping
 from typing import Any, Final
 
-import httpx
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 
@@ -20,8 +18,6 @@ from workers.engine import ASGIApp
 from workers.engines.vllm import shims
 from workers.engines.vllm.admission import AdmissionApp, limits
 from workers.recorded import RecordedApp
-
-logger = logging.getLogger(__name__)
 
 _SERVED: Final = frozenset(
     {
@@ -49,9 +45,6 @@ _SERVED_UNDER: Final = (
     "/v1/responses",
     "/v1/score",
 )
-_WARM_UP_PROMPT: Final = "Say hello to the user in one short sentence."
-_WARM_UP_TOKENS: Final = 4
-_WARM_UP_SECONDS: Final = 60.0
 
 
 class _NoServer:
@@ -98,30 +91,3 @@ async def build(llm: Any, namespace: argparse.Namespace, tasks: Any) -> EngineAp
 def is_served(path: str) -> bool:
     """Whether a route of vLLM's is for clients."""
     return path in _SERVED or path.startswith(_SERVED_UNDER)
-
-
-async def warm_up(app: ASGIApp, *, model: str, tasks: Any) -> None:
-    """Send the application a few requests in this process, and discard the answers.
-
-    What a first request does lazily (schemas, chat template, tokenizer, sampler, detokenizer, response path) is then
-    done: after a promotion the first client should not pay for it. Failures are logged and otherwise ignored: they
-    would come again, with a client to see them.
-    """
-    if "generate" not in tasks:
-        return
-    transport = httpx.ASGITransport(app=app)
-    chat = {"model": model, "messages": [{"role": "user", "content": _WARM_UP_PROMPT}], "max_tokens": _WARM_UP_TOKENS}
-    text = {"model": model, "prompt": _WARM_UP_PROMPT, "max_tokens": _WARM_UP_TOKENS, "ignore_eos": True}
-    sampled = {"temperature": 0.7, "top_p": 0.9, "seed": 1}
-    streamed = {"stream": True, "stream_options": {"include_usage": True}, "temperature": 0}
-    async with httpx.AsyncClient(transport=transport, base_url="http://warm-up", timeout=_WARM_UP_SECONDS) as client:
-        for path, body in (
-            ("/v1/chat/completions", {**chat, **streamed, "ignore_eos": True}),
-            ("/v1/chat/completions", {**chat, **sampled, "logprobs": True, "top_logprobs": 1}),
-            ("/v1/completions", {**text, **streamed}),
-            ("/v1/completions", {**text, **sampled}),
-        ):
-            answer = await client.post(path, json=body)
-            if answer.status_code != httpx.codes.OK:
-                logger.warning("warm-up: %s answered %d: %.300s", path, answer.status_code, answer.text)
-        await client.get("/v1/models")

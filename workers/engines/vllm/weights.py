@@ -16,10 +16,23 @@ from workers.weights import WeightsMemory
 
 _WEIGHT_PATTERNS: Final = ("*.safetensors", "*.bin", "*.pt", "*.gguf", "*.safetensors.index.json")
 
+_LENGTH_BYTES: Final = 8
+
 
 def weight_files(folder: Path) -> list[Path]:
     """The files that a checkpoint consists of, in order."""
     return sorted({path for pattern in _WEIGHT_PATTERNS for path in folder.glob(pattern)})
+
+
+def broken_weights(folder: Path) -> Path | None:
+    """The first safetensors file that is none, or is cut off in its header: it begins with the header's length, eight
+    bytes. None: all of them have one."""
+    for path in folder.glob("*.safetensors"):
+        with open(path, "rb") as file:
+            first = file.read(_LENGTH_BYTES)
+        if len(first) < _LENGTH_BYTES or int.from_bytes(first, "little") > path.stat().st_size - _LENGTH_BYTES:
+            return path
+    return None
 
 
 def layout_key(
