@@ -96,7 +96,7 @@ class ActiveTime:
 
     async def start_handover(self, body: bytes) -> Answer:
         """POSTed by a person who wants this pod's engines to change places (``workers.handover.Asked``); answered when
-        they have, or have not."""
+        they have, or have not. Cancelled, it is called off if it still waits for requests, and goes on otherwise."""
         asked = msgspec.json.decode(body, type=Asked)
         role = self._vitals.role
         if role is not Role.ACTIVE:
@@ -105,7 +105,7 @@ class ActiveTime:
             return 409, {"reason": "it is about to hand over, or to stop"}
         errand = self._errand = Errand(asked, asyncio.get_running_loop().create_future())
         self._errands.put_nowait(errand)
-        result = await asyncio.shield(errand.result)
+        result = await errand.result  # which is cancelled with this, when whoever asked has gone
         return 200 if result.stage is Stage.HANDED_OVER else 409, result
 
     async def serve(self, sock: socket.socket, *, die: Dying) -> None:
@@ -204,18 +204,21 @@ class ActiveTime:
         if errand is None:
             # Whoever is told to stop together with this engine has heard of it by then, and says so.
             await asyncio.sleep(TOGETHER_SECONDS)
+        began, settings = time.monotonic(), self._settings
         handing = HandingOver(
             port,
             older=older.ports,
-            budget=budget(
-                now=time.monotonic(),
+            budget=lambda: budget(
+                began=began,
                 asked=errand.asked if errand is not None else None,
-                told_at=self._leave.told_at if errand is None else None,
-                shutdown_seconds=self._settings.shutdown_timeout_seconds,
-                step_seconds=self._settings.handover_timeout_seconds,
+                told_at=self._leave.told_at if self._leave.told else None,
+                shutdown_seconds=settings.shutdown_timeout_seconds,
+                step_seconds=settings.handover_timeout_seconds,
+                gone=errand is not None and errand.result.cancelled(),
+                waits=settings.drain_mode == "wait",
             ),
             ended=self._ended,
-            settings=self._settings,
+            settings=settings,
             engine=self._engine,
             lock=self._lock,
             vitals=self._vitals,
@@ -225,7 +228,8 @@ class ActiveTime:
         result = await self._healthy(port, handing.run())
         if errand is not None:
             self._errand = None
-            errand.result.set_result(result)
+            if not errand.result.done():
+                errand.result.set_result(result)
         if result.stage is Stage.LOST:
             raise EngineDeadError(f"a hand-over ended with nobody known to serve: {result.reason}")
         if result.stage is Stage.HANDED_OVER:

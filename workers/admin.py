@@ -8,13 +8,14 @@ What is POSTed is done, for whoever shows the pod's key: its other engines, and 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Final
 
 import msgspec
 
 from workers import metrics
-from workers.asgi import Receive, Scope, Send, respond, respond_error, respond_json
+from workers.asgi import Receive, Scope, Send, disconnected, respond, respond_error, respond_json
 from workers.contract import Role
 from workers.pod_key import HEADER_POD_KEY, shows
 from workers.state import EngineState, Promotion
@@ -27,7 +28,8 @@ _HEALTHY: Final = {Role.ACTIVE: "serving", Role.HANDOVER: "serving", Role.STANDB
 Answer = tuple[int, object]
 """Status and document."""
 Action = Callable[[bytes], Awaitable[Answer]]
-"""Gets the request's body. A body that it cannot decode (msgspec.DecodeError) is a 400."""
+"""Gets the request's body. A body that it cannot decode (msgspec.DecodeError) is a 400. Cancelled if whoever asked
+leaves."""
 
 MAX_BODY_BYTES: Final = 4096
 
@@ -96,7 +98,7 @@ class AdminApp:
         try:
             if body is None:
                 raise msgspec.DecodeError(f"it is longer than {MAX_BODY_BYTES} bytes, or was not sent to its end")
-            status, document = await action(body)
+            answer = await _unless_gone(action(body), receive)
         except msgspec.DecodeError as error:
             await respond_error(
                 send,
@@ -106,7 +108,8 @@ class AdminApp:
                 code="invalid_json",
             )
             return
-        await respond_json(send, status, document)
+        if answer is not None:
+            await respond_json(send, *answer)
 
     async def _live(self, send: Send) -> None:
         state = self._state()
@@ -150,6 +153,18 @@ class AdminApp:
 
     async def _send_state(self, send: Send) -> None:
         await respond_json(send, 200, self._state())
+
+
+async def _unless_gone(action: Awaitable[Answer], receive: Receive) -> Answer | None:
+    """What an action answers; None if whoever asked for it leaves first: it is cancelled then."""
+    acting, gone = asyncio.ensure_future(action), asyncio.ensure_future(disconnected(receive))
+    try:
+        await asyncio.wait({acting, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return await acting if acting.done() else None
+    finally:
+        for task in (acting, gone):
+            task.cancel()
+        await asyncio.wait({acting, gone})
 
 
 async def _small_body(receive: Receive) -> bytes | None:

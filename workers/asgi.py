@@ -49,3 +49,9 @@ async def respond_error(
     """The OpenAI error envelope."""
     error = {"error": {"message": message, "type": kind, "param": None, "code": code}}
     await respond_json(send, status, error, headers=headers)
+
+
+async def disconnected(receive: Receive) -> None:
+    """Until the client has gone; once the body has been received."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -8,7 +8,7 @@ it: what takes long (weights, kernels) belongs in a thread.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import msgspec
 
@@ -22,6 +22,10 @@ ASGIApp = Callable[
     ],
     Awaitable[None],
 ]
+
+
+RELEASE_SECONDS: Final = 30.0
+"""How long ``Engine.quiesce`` may take once the step in hand is over; an engine that takes longer hangs."""
 
 
 class EngineMemory(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,7 +109,8 @@ class Engine(Protocol):
 
     async def quiesce(self, *, timeout_seconds: float) -> None:
         """Finish the step in hand and start no other, then release the KV pages like ``park``, but keep the requests:
-        nobody is told anything. ``wake`` goes on with them, ``shutdown`` ends them. It is not cancelled.
+        nobody is told anything. ``wake`` goes on with them, ``shutdown`` ends them. It is not cancelled, and it is over
+        ``RELEASE_SECONDS`` after ``timeout_seconds``.
 
         Raises:
             TimeoutError: the step in hand is not over in time; nothing was released, and the engine serves on.

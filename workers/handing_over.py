@@ -23,7 +23,7 @@ from gms.client import GmsError
 from workers import metrics
 from workers.change import Change
 from workers.contract import Role
-from workers.engine import Engine
+from workers.engine import RELEASE_SECONDS, Engine, EngineDeadError
 from workers.failed_wake import WakeFailed
 from workers.failover_lock import FailoverLockError, FlockFailoverLock
 from workers.handover import (
@@ -92,7 +92,7 @@ class HandingOver:
         port: ServingPort,
         *,
         older: Sequence[ServingPort],
-        budget: Budget,
+        budget: Callable[[], Budget],
         ended: Change,
         settings: EngineSettings,
         engine: Engine,
@@ -101,12 +101,12 @@ class HandingOver:
         promoter: Promoter,
         key: str,
     ) -> None:
-        """``older``: those of earlier epochs of this engine, with requests still; ``ended`` tells of the end of any
-        request."""
+        """``older``: those of earlier epochs of this engine, with requests still; ``budget``: as things stand;
+        ``ended`` tells of the end of any request."""
         self._port = port
         self._apps = [port.app, *(one.app for one in older)]
         self._budget = budget
-        self._seconds = budget.step_seconds
+        self._seconds = settings.handover_timeout_seconds
         """For the step that comes; from the first question to a spare on the same for all."""
         self._ended = ended
         self._settings = settings
@@ -177,7 +177,7 @@ class HandingOver:
             left_seconds=left,
             remaining=dict(Counter(group_of(path).value for path in remaining)),
             bound=tuple(str(request) for request in bound[:MOST_NAMED]),
-            cut=self._budget.cut if stage is Stage.SETTLING else None,
+            cut=self._budget().cut if stage is Stage.SETTLING else None,
         )
 
     def _bound(self) -> list[Request]:
@@ -200,13 +200,13 @@ class HandingOver:
             tell=tell,
         )
         if problem:
-            self._in_the_way = len(self._bound())
+            self._in_the_way = 0 if self._budget().off else len(self._bound())
             return Happening.FAILED, problem
         return Happening.SETTLED, ""
 
     async def _ask(self) -> tuple[Happening, str]:
         settings, reasons = self._settings, []
-        self._seconds = self._budget.step(now=time.monotonic())
+        self._seconds = self._budget().step(now=time.monotonic())
         offer = Offer(
             instance=settings.instance,
             engine=settings.engine_id,
@@ -241,18 +241,20 @@ class HandingOver:
         app.refuse("it hands over to another engine of its pod")
         for one in self._apps:
             one.hold()
-        bound = self._bound()
-        if bound and (not self._budget.cut or time.monotonic() < self._budget.settle_until):
+        bound, allowed = self._bound(), self._budget()
+        if bound and (not allowed.cut or time.monotonic() < allowed.settle_until):
             self._go_on()
             return Happening.UNSETTLED, ""
+        self._vitals.quiesced = False
         self._vitals.handle(RoleEvent.HANDOVER_STARTED)
         seconds = self._seconds
         try:
-            await self._engine.quiesce(timeout_seconds=seconds)
+            await quiesce(self._engine, timeout_seconds=seconds)
         except TimeoutError as error:
             self._go_on()
             self._vitals.handle(RoleEvent.HANDOVER_REVERTED)
             return Happening.FAILED, str(error) or f"its step in hand was not over within {seconds:g} s"
+        self._vitals.quiesced = True
         say_cut(bound)
         self._port.server.stop_listening()
         self._lock.release()
@@ -293,9 +295,9 @@ class HandingOver:
         ours = asyncio.create_task(self._lock.acquire())
         theirs = asyncio.create_task(self._ask_who_serves(self._settings.standby_admin_ports))
         pressing = asyncio.create_task(self._press())
+        logged(pressing, "the spares could not be told that nobody waits for them")
         seconds = 2 * self._seconds + 4 * SLACK_SECONDS
         try:
-        logged(pressing, "the spares could not be told that nobody waits for them")
             await asyncio.wait({ours, theirs}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
             if ours.done():
                 ours.result()
@@ -377,6 +379,24 @@ class HandingOver:
             return status, msgspec.json.decode(body, type=_Said)
         except msgspec.DecodeError:
             return status, _Said()
+
+
+async def quiesce(engine: Engine, *, timeout_seconds: float, release_seconds: float = RELEASE_SECONDS) -> None:
+    """``engine.quiesce``, with an end.
+
+    Raises:
+        TimeoutError: it serves on.
+        EngineDeadError: its pages were not released, or it does not say. What hangs is not waited for.
+    """
+    most = timeout_seconds + release_seconds + SLACK_SECONDS
+    quiescing = asyncio.ensure_future(engine.quiesce(timeout_seconds=timeout_seconds))
+    try:
+        done, _ = await asyncio.wait({quiescing}, timeout=most)
+        if not done:
+            raise EngineDeadError(f"the engine neither came to rest nor went on within {most:g} s")
+        quiescing.result()
+    finally:
+        quiescing.cancel()
 
 
 def _is_gone(answer: tuple[int, _Said] | BaseException) -> bool:

@@ -69,21 +69,45 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
     """What becomes of requests that are left at ``settle_until``: they are cut, or nothing is handed over."""
     end: float = math.inf
     """Until then requests have to be over that are waited for, should it come to nothing."""
+    off: str = ""
+    """Why the hand-over is called off as long as requests are waited for; a sentence, or empty."""
 
     def step(self, *, now: float) -> float:
         """For one that begins now. Quiescing, waiting and taking back have one each, and as much is left then."""
         return min(self.step_seconds, max(MIN_STEP_SECONDS, (self.end - now) / 5))
 
 
+GONE: Final = "whoever asked for it has gone"
+TOLD_TO_STOP: Final = "it was told to stop meanwhile, and waits for its requests"
+
+
 def budget(
-    *, now: float, asked: Asked | None, told_at: float | None, shutdown_seconds: float, step_seconds: float
+    *,
+    began: float,
+    asked: Asked | None,
+    told_at: float | None,
+    shutdown_seconds: float,
+    step_seconds: float,
+    gone: bool = False,
+    waits: bool = False,
 ) -> Budget:
-    """``told_at``: when this engine was told to stop; None: it was not, and only is to change places as ``asked``."""
+    """Of a hand-over that ``began`` then, as things stand now: they may change as long as requests are waited for.
+
+    ``told_at``: when this engine was told to stop; None: it was not, and only is to change places as ``asked``. One
+    that is told while it does so goes on as if it had been told at first: it has no more time than that. ``gone``:
+    nobody waits for what was asked for. ``waits``: an engine that is told to stop hands nothing over.
+    """
     if told_at is None:
         asked = asked or Asked()
-        return Budget(settle_until=now + asked.wait_seconds, step_seconds=step_seconds, cut=asked.cut)
+        off = GONE if gone else ""
+        return Budget(settle_until=began + asked.wait_seconds, step_seconds=step_seconds, cut=asked.cut, off=off)
     end = told_at + shutdown_seconds
-    return Budget(settle_until=end - min(5 * step_seconds, shutdown_seconds / 4), step_seconds=step_seconds, end=end)
+    return Budget(
+        settle_until=end - min(5 * step_seconds, shutdown_seconds / 4),
+        step_seconds=step_seconds,
+        end=end,
+        off=TOLD_TO_STOP if waits else "",
+    )
 
 
 class Stage(StrEnum):

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable
 from typing import Final, NoReturn
 
-from workers.asgi import Message, Receive, Scope, Send, respond_error
+from workers.asgi import Message, Receive, Scope, Send, disconnected, respond_error
 from workers.change import Change
 from workers.contract import (
     CODE_WORKER_TOKEN,
@@ -260,7 +260,7 @@ class ServingApp:
                 "headers": [(b"content-type", WATCH_CONTENT_TYPE.encode()), (b"cache-control", b"no-store")],
             }
         )
-        gone = asyncio.ensure_future(_disconnected(receive))
+        gone = asyncio.ensure_future(disconnected(receive))
         self._watches += 1
         try:
             seq = 0
@@ -276,8 +276,3 @@ class ServingApp:
             self._watches -= 1
             self.requests.changed.notify()
             gone.cancel()
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -2,7 +2,7 @@
 
 The engine serves on meanwhile, new requests too. How long it waits, and what becomes of those that are left then, is
 the budget's (``workers.handover``): a person who asked for the hand-over gets it called off, or cuts them; an engine
-that was told to stop has to.
+that was told to stop has to, also if it was told while it waited.
 """
 
 from __future__ import annotations
@@ -27,26 +27,30 @@ PROGRESS_SECONDS: Final = 10.0
 async def settle(
     bound: Callable[[], list[Request]],
     *,
-    budget: Budget,
+    budget: Callable[[], Budget],
     ended: Change,
     has_spare: Callable[[], bool],
     tell: Callable[[Sequence[Request], float], None],
 ) -> str:
     """Wait until nothing is ``bound`` to this engine, or nobody is there to hand over to; why the hand-over is called
-    off, or "". ``tell`` is told of each look: what is left, and for how many seconds it is waited for."""
-    said_at: float | None = None
+    off, or "". ``budget`` is asked at each look, and ``tell`` is told: what is left, and for how many seconds it is
+    waited for."""
+    said_at = 0.0
+    said_of: Budget | None = None
     while (left := bound()) and has_spare():
-        now = time.monotonic()
-        seconds = budget.settle_until - now
+        now, allowed = time.monotonic(), budget()
+        if allowed.off:
+            return allowed.off
+        seconds = allowed.settle_until - now
         if seconds <= 0:
-            return "" if budget.cut else f"{_counted(left)} did not end in time: {named(left)}"
-        if said_at is None or now - said_at >= PROGRESS_SECONDS:
-            said_at = now
+            return "" if allowed.cut else f"{_counted(left)} did not end in time: {named(left)}"
+        if allowed != said_of or now - said_at >= PROGRESS_SECONDS:
+            said_at, said_of = now, allowed
             logger.info(
                 "the hand-over waits %.0f s more for %s, and then %s: %s",
                 seconds,
                 _counted(left),
-                "cuts them" if budget.cut else "is called off",
+                "cuts them" if allowed.cut else "is called off",
                 named(left),
             )
         tell(left, seconds)

@@ -52,6 +52,8 @@ class Vitals:
         """Those of earlier epochs of this engine, whose requests go on after a hand-over that came to nothing."""
         self.rollbacks = 0
         """Promotions that were taken back."""
+        self.quiesced = False
+        """In HANDOVER: its pages have been given away, and no step is due."""
         self.draining: DrainState | None = None
         self.standby: Role | None = None
         self.failure: str | None = None
@@ -111,8 +113,9 @@ class Vitals:
         """For the keeper."""
         if not self.initialized:
             return Beat(0, False, self.role)
-        # One that has given its pages away keeps its requests, and makes no step.
-        return Beat(self._engine.steps, self._engine.busy and self.role is not Role.HANDOVER, self.role)
+        # One that has given its pages away keeps its requests, and makes no step. Until then a step may be in hand.
+        given_away = self.role is Role.HANDOVER and self.quiesced
+        return Beat(self._engine.steps, self._engine.busy and not given_away, self.role)
 
     def watch_line(self, seq: int, *, epoch: int) -> WatchLine:
         """For the gateways, on a watch that was opened under ``epoch``. An earlier one has been handed over for good:

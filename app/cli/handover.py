@@ -92,6 +92,12 @@ async def ask_to_hand_over(pod: PodRecord, key: str, asked: Asked, *, progress: 
                 headers=headers,
             )
         answer = msgspec.json.decode(body, type=_Answer)
+    except asyncio.CancelledError:
+        progress(
+            f"{pod.pod}: interrupted. If engine {active.engine} still waits for requests, it calls the hand-over off "
+            "and serves on; otherwise the hand-over goes on. `hotspare status` shows who serves"
+        )
+        raise
     except (GetFailed, msgspec.DecodeError) as error:
         raise cannot(
             f"engine {active.engine} of {pod.pod} did not say how it went ({error}); `hotspare status` shows who serves"

@@ -174,6 +174,7 @@ class _Control:
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
+        self._go = threading.Event()
         self._routes: dict[str, Callable[[str], Awaitable[object]]] = {
             "wake": self._wake,
             "park": self._park,
@@ -191,6 +192,9 @@ class _Control:
             "interrupt": self._interrupt,
             "spoil": self._spoil,
             "hang": self._hang,
+            "hang-in-step": self._hang_in_step,
+            "hang-in-release": self._hang_in_release,
+            "go-on": self._go_on,
         }
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -213,8 +217,8 @@ class _Control:
     async def _park(self, _: str) -> None:
         await self._engine.park()
 
-    async def _quiesce(self, _: str) -> None:
-        await self._engine.quiesce(timeout_seconds=30)
+    async def _quiesce(self, seconds: str) -> None:
+        await self._engine.quiesce(timeout_seconds=float(seconds or 30))
 
     async def _status(self, _: str) -> object:
         return {
@@ -334,6 +338,44 @@ class _Control:
         lock = threading.Lock()
         lock.acquire()
         self._engine._core._core.input_queue.put_nowait((core._Call(lambda _core: lock.acquire()), None))
+
+    async def _hang_in_step(self, _: str) -> None:
+        """The next step is not over before ``go-on``."""
+
+        def sabotage(core: Any) -> None:
+            step = core.step_fn
+
+            def hang() -> Any:
+                self._go.wait()
+                core.step_fn = step
+                return step()
+
+            core.step_fn = hang
+
+        self._go.clear()
+        await self._engine._core.call(sabotage)
+
+    async def _hang_in_release(self, _: str) -> None:
+        """The next time that pages are taken away it is not over before ``go-on``."""
+        from workers.engines.vllm import engine
+
+        def sabotage(core: Any) -> None:
+            worker = core.model_executor.driver_worker.worker
+            unmap = worker.kv_unmap
+
+            def hang() -> None:
+                self._go.wait()
+                worker.kv_unmap = unmap
+                unmap()
+
+            worker.kv_unmap = hang
+
+        engine.RELEASE_SECONDS = 0.5  # type: ignore[misc]
+        self._go.clear()
+        await self._engine._core.call(sabotage)
+
+    async def _go_on(self, _: str) -> None:
+        self._go.set()
 
     async def _fault(self, _: str) -> None:
         """A memory fault in the core's thread."""

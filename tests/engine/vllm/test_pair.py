@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -216,6 +217,40 @@ def test_requests_outlive_a_hand_over_that_is_taken_back(pair: Pair, other_epoch
     pair.wake(pair.writer)
     assert running.wait() == uninterrupted
     pair.writer.park()
+
+
+def test_a_core_that_hangs_in_its_step_keeps_nobody_waiting_and_goes_on_if_it_does(pair: Pair) -> None:
+    """In time it is said that the engine serves on; it is busy, so that its keeper finds it, should it make no step."""
+    pair.wake(pair.writer)
+    uninterrupted = Running(pair.writer).wait()
+    running = Running(pair.writer)
+    running.until_each_has(STREAM_TOKENS // 4)
+    assert pair.writer.control("hang-in-step").status_code == 200
+    before = pair.writer.status()["steps"]
+    for _ in range(2):
+        began = time.monotonic()
+        answer = pair.writer.control("quiesce", "0.5")
+        assert (answer.status_code, answer.json()["error"]) == (500, "TimeoutError")
+        assert time.monotonic() - began < 5
+    status = pair.writer.status()
+    assert (status["busy"], status["memory"]["kv_mapped"], status["steps"]) == (True, True, before)
+    assert pair.writer.control("go-on").status_code == 200
+    assert running.wait() == uninterrupted
+    answer = pair.writer.control("quiesce")  # and once more, in order
+    assert answer.status_code == 200, answer.text
+    assert kv_mappings(pair.writer.pid) == []
+
+
+def test_pages_that_are_not_released_in_time_are_the_engines_death(pair: Pair) -> None:
+    pair.wake(pair.reader)
+    assert pair.reader.control("hang-in-release").status_code == 200
+    answer = pair.reader.control("quiesce")
+    assert (answer.status_code, answer.json()["error"]) == (500, "EngineDeadError")
+    assert "the KV pages were not released within 0.5 s" in answer.json()["message"]
+    assert pair.reader.control("go-on").status_code == 200
+    pair.wake(pair.reader)
+    assert pair.reader.token_ids(TOKENS) == pair.tokens
+    pair.reader.park()
 
 
 def test_the_promoted_shadow_goes_on_after_a_kill(pair: Pair) -> None:

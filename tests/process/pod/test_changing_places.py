@@ -4,6 +4,7 @@ gateway."""
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -88,6 +89,16 @@ def test_what_cannot_go_on_elsewhere_is_named_waited_for_and_cut_only_if_asked(p
             reader.until_further()
             assert not reader.cut
             assert (pod.active() or {})["epoch"] == active["epoch"]
+
+            interrupted = hotspare(pod, "handover", "pod-0", "--wait", "60")
+            until(lambda: (pod.active() or {}).get("draining"), saying="it waits")
+            interrupted.send_signal(signal.SIGINT)
+            code, out, err = said(interrupted)
+            assert (code != 0, out) == (True, "")
+            assert "interrupted. If engine" in err
+            assert "Traceback" not in err
+            until(lambda: (pod.active() or {"draining": 1})["draining"] is None, saying="it is called off")
+            assert "whoever asked for it has gone" in process.output()
 
             waiting = hotspare(pod, "handover", "pod-0", "--wait", "60")
             until(lambda: (pod.active() or {}).get("draining"), saying="it waits")

@@ -25,6 +25,7 @@ class Told(StrEnum):
     NOT_WAKE = "not-wake"
     SLOW_TO_QUIESCE = "slow-to-quiesce"
     NOT_QUIESCE = "not-quiesce"
+    HANG_IN_STEP = "hang-in-step"
 
     def file(self, pod_dir: Path, engine: str) -> Path:
         return pod_dir / f"engine-{engine}.does-{self}"
@@ -63,6 +64,9 @@ class Obedient(SimEngine):
         if self._is(Told.SLOW_TO_QUIESCE):
             mark(self._pod_dir, self._name, "quiescing").touch()
             await asyncio.sleep(SLOW_SECONDS)
+        if self._is(Told.HANG_IN_STEP):  # as one whose step is a thread's, and never over
+            self._scheduler.stall()
+            await asyncio.Event().wait()
         await super().quiesce(timeout_seconds=timeout_seconds)
 
     def app(self) -> ASGIApp:

@@ -140,6 +140,18 @@ def ask(pair: Crew, name: str, path: str = START_PATH, *, key: str | None = None
     return httpx.post(url, json=asked, headers={HEADER_POD_KEY: shown}, timeout=20, trust_env=False)
 
 
+@contextlib.contextmanager
+def asking(pair: Crew, name: str, **asked: object) -> Iterator[list[dict[str, object]]]:
+    """While inside somebody waits for a hand-over, which waits for requests; yields where the answer will be."""
+    answers: list[dict[str, object]] = []
+    thread = threading.Thread(target=lambda: answers.append(ask(pair, name, **asked).json()))
+    thread.start()
+    until(lambda: (pair.state(name) or {}).get("draining"), saying="it waits")
+    yield answers
+    thread.join(20)
+    assert not thread.is_alive()
+
+
 def test_an_engine_that_is_told_to_leave_hands_over_and_ends(pair: Crew) -> None:
     a, _ = start(pair)
     stream = Stream(pair, 3000)
@@ -216,6 +228,61 @@ def test_an_engine_that_is_told_to_stop_cuts_what_does_not_end_in_its_time(pair:
     assert "and is cut by the hand-over: r-3000" in a.output()
 
 
+def test_one_that_is_told_to_stop_while_it_waits_has_no_more_time_than_that_leaves(pair: Crew) -> None:
+    a, _ = start(pair, HOTSPARE_SHUTDOWN_TIMEOUT_SECONDS="2")
+    stream = Stream(pair, 3000, **{BOUND_HEADER: "1"})
+    with asking(pair, "a", wait_seconds=3600) as answers:
+        a.signal(signal.SIGTERM)
+        assert a.wait(seconds=10) == 0
+    stream.wait()
+    assert stream.cut
+    assert answers[0]["stage"] == "handed_over"
+    assert until_role(pair.admin["b"], Role.ACTIVE)["epoch"] == 2
+    assert "and is cut by the hand-over: r-3000" in a.output()
+    assert pair.complete()
+
+
+def test_and_what_ends_in_that_time_is_not_cut(pair: Crew) -> None:
+    a, _ = start(pair)
+    moves, stays = Stream(pair, 3000), Stream(pair, 200, **{BOUND_HEADER: "1"})
+    with asking(pair, "a", wait_seconds=3600):
+        a.signal(signal.SIGTERM)
+        assert pair.complete()  # it serves on meanwhile
+        stays.wait()
+        assert a.wait(seconds=10) == 0
+    moves.wait()
+    assert (stays.done, stays.events, moves.cut) == (True, 200, True)
+    until_role(pair.admin["b"], Role.ACTIVE)
+
+
+def test_with_a_drain_mode_of_wait_a_signal_calls_it_off(pair: Crew) -> None:
+    a, _ = start(pair, HOTSPARE_DRAIN_MODE="wait")
+    stream = Stream(pair, 200, **{BOUND_HEADER: "1"})
+    with asking(pair, "a", wait_seconds=3600) as answers:
+        a.signal(signal.SIGTERM)
+        until_role(pair.admin["a"], Role.DRAINING)
+        stream.wait()
+        assert a.wait(seconds=10) == 0
+    assert (stream.done, stream.events) == (True, 200)
+    assert (answers[0]["stage"], "told to stop" in answers[0]["reason"]) == ("kept", True)
+
+
+def test_a_hand_over_that_nobody_waits_for_any_more_is_called_off(two: Two) -> None:
+    stream = Stream(two.crew, 400, **{BOUND_HEADER: "1"})
+    url = f"http://127.0.0.1:{two.crew.admin[two.active]}{START_PATH}"
+    with pytest.raises(httpx.ReadTimeout):  # it leaves then
+        httpx.post(
+            url,
+            json={"wait_seconds": 3600},
+            headers={HEADER_POD_KEY: read_pod_key(two.crew.pod_dir)},
+            timeout=0.5,
+            trust_env=False,
+        )
+    until(lambda: (two.crew.state(two.active) or {})["draining"] is None, saying="it is called off")
+    assert "whoever asked for it has gone" in two.log(two.active)
+    two.serves_on(stream, tokens=400, epochs=0)
+
+
 @pytest.mark.parametrize("wait", [-1, 1e9, "long"])
 def test_a_wait_that_cannot_be_meant_is_refused(two: Two, wait: object) -> None:
     assert ask(two.crew, two.active, wait_seconds=wait).status_code == 400
@@ -283,6 +350,22 @@ def test_a_step_in_hand_that_takes_too_long_leaves_everything_as_it_was(two: Two
     answer = ask(two.crew, two.active)
     assert (answer.status_code, answer.json()["stage"]) == (409, "kept")
     two.serves_on(stream, tokens=100, epochs=0)
+
+
+def test_an_engine_whose_step_in_hand_hangs_is_found_as_soon_as_at_any_time(pair: Crew) -> None:
+    a, _ = start(pair, HOTSPARE_STEP_TIMEOUT_SECONDS="1")
+    active = (pair.state("a") or {})["pid"]
+    Told.HANG_IN_STEP.file(pair.pod_dir, "a").touch()
+    stream = Stream(pair, 3000)
+    asked = threading.Thread(target=_ask_in_vain, args=(pair, "a"))
+    asked.start()
+    until_role(pair.admin["b"], Role.ACTIVE, seconds=10)
+    asked.join(20)
+    stream.wait()
+    assert gone(active)
+    assert stream.cut
+    assert "it has requests and made no step" in a.output()
+    assert pair.complete()
 
 
 def test_a_spare_that_does_not_wake_gives_everything_back(two: Two) -> None:

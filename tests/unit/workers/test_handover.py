@@ -10,6 +10,7 @@ import pytest
 from workers.contract import Role
 from workers.handover import (
     ENDS,
+    GONE,
     SLACK_SECONDS,
     STAGES,
     Asked,
@@ -130,23 +131,38 @@ def test_a_cancelled_hand_over_stops_no_later_promotion() -> None:
 
 
 def test_one_that_is_told_to_stop_leaves_time_for_requests_should_it_come_to_nothing() -> None:
-    times = budget(now=103.0, asked=None, told_at=100.0, shutdown_seconds=40, step_seconds=5)
+    times = budget(began=103.0, asked=None, told_at=100.0, shutdown_seconds=40, step_seconds=5)
     assert times == Budget(settle_until=130.0, step_seconds=5, end=140.0)
     assert [times.step(now=now) for now in (103.0, 130.0, 150.0)] == [5, 2, 0.1]
 
 
 def test_with_much_time_requests_are_waited_for_almost_to_its_end() -> None:
-    assert budget(now=0.0, asked=None, told_at=0.0, shutdown_seconds=900, step_seconds=5).settle_until == 875
+    assert budget(began=0.0, asked=None, told_at=0.0, shutdown_seconds=900, step_seconds=5).settle_until == 875
 
 
 def test_one_that_changes_places_only_has_its_whole_time_for_each_step() -> None:
-    times = budget(now=100.0, asked=Asked(), told_at=None, shutdown_seconds=900, step_seconds=5)
+    times = budget(began=100.0, asked=Asked(), told_at=None, shutdown_seconds=900, step_seconds=5)
     assert (times.settle_until, times.step(now=10_000.0), times.cut) == (130.0, 5, False)
+
+
+def test_one_that_is_told_to_stop_while_it_waits_has_no_more_time_than_if_it_had_been_told_at_first() -> None:
+    asked = Asked(wait_seconds=3600)
+    told = budget(began=100.0, asked=asked, told_at=107.0, shutdown_seconds=40, step_seconds=5)
+    assert told == budget(began=107.0, asked=None, told_at=107.0, shutdown_seconds=40, step_seconds=5)
+    assert (told.cut, told.off) == (True, "")
+    waits = budget(began=100.0, asked=asked, told_at=107.0, shutdown_seconds=40, step_seconds=5, waits=True)
+    assert "told to stop" in waits.off
+
+
+def test_one_that_nobody_waits_for_is_called_off_unless_the_engine_has_to_leave() -> None:
+    times = {"began": 100.0, "shutdown_seconds": 40.0, "step_seconds": 5.0}
+    assert budget(**times, asked=Asked(), told_at=None, gone=True).off == GONE
+    assert not budget(**times, asked=Asked(), told_at=101.0, gone=True).off
 
 
 def test_whoever_asks_says_how_long_requests_are_waited_for_and_what_becomes_of_them() -> None:
     asked = Asked(wait_seconds=7, cut=True)
-    times = budget(now=100.0, asked=asked, told_at=None, shutdown_seconds=900, step_seconds=5)
+    times = budget(began=100.0, asked=asked, told_at=None, shutdown_seconds=900, step_seconds=5)
     assert (times.settle_until, times.cut) == (107.0, True)
 
 

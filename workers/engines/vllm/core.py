@@ -185,6 +185,14 @@ class CoreThread:
             with self._lock:
                 self._calls.discard(call)
 
+    def post(self, function: Callable[[Any], Any]) -> None:
+        """The same for what nobody waits for: after the step that runs now, and after every call before it.
+
+        Raises:
+            EngineDeadError: the core has ended.
+        """
+        self._core_queue().put_nowait((_Call(function), None))
+
     async def worker_call(self, method: str, *args: Any) -> Any:
         """Run a method of rank 0's worker between two steps."""
         return await self.call(lambda core: worker_of(core, method, *args))

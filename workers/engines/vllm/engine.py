@@ -18,10 +18,19 @@ from typing import TYPE_CHECKING, Any, Final
 from gms.client import GmsError
 from gms.custody_phases import CustodyState
 from gms.rotation import CHECK_SECONDS
-from workers.engine import ASGIApp, EngineConfigError, EngineDeadError, EngineMemory, MemoryLostError
+from workers.engine import (
+    RELEASE_SECONDS,
+    ASGIApp,
+    EngineConfigError,
+    EngineDeadError,
+    EngineMemory,
+    MemoryLostError,
+)
 from workers.engines.vllm import arguments, build, compat
 from workers.engines.vllm.preload import import_all, preload
 from workers.engines.vllm.ranks import make_rank
+from workers.engines.vllm.start_failure import failure_of, is_for_a_person, may_pass
+from workers.engines.vllm.warm_up import warm_up
 from workers.kv_memory import KvMemory
 from workers.memory import MemoryService
 from workers.progress import TokenProgress
@@ -29,8 +38,6 @@ from workers.ranks import Ranks
 from workers.settings import EngineSettings
 from workers.threads import interruptible
 from workers.waits import Waits
-from workers.engines.vllm.start_failure import failure_of, is_for_a_person, may_pass
-from workers.engines.vllm.warm_up import warm_up
 from workers.weights import WeightsMemory
 
 if TYPE_CHECKING:
@@ -220,14 +227,19 @@ class VllmEngine:
             async with asyncio.timeout(timeout_seconds):
                 await core.call(lambda core: core.pause_scheduler("keep", False))
         except TimeoutError:
-            await core.call(lambda core: core.resume_scheduler())
+            # After the step in hand, whenever that ends. It is not waited for: this engine serves on at once, and for
+            # a core that hangs in its step the keeper looks, as ever.
+            core.post(lambda core: core.resume_scheduler())
             raise
         self._awake = False
         try:
-            await core.call(carried.preempt)
-            if self._service is not None:
-                await core.call_workers("kv_unmap")
-            self._memory = await core.call(_memory_of)
+            async with asyncio.timeout(RELEASE_SECONDS):
+                await core.call(carried.preempt)
+                if self._service is not None:
+                    await core.call_workers("kv_unmap")
+                self._memory = await core.call(_memory_of)
+        except TimeoutError:
+            raise EngineDeadError(f"the KV pages were not released within {RELEASE_SECONDS:g} s") from None
         except Exception as error:
             raise EngineDeadError(f"the KV pages could not be released: {error}") from error
 
