@@ -82,6 +82,18 @@ class WakesWhenCancelled(SimEngine):
             raise
 
 
+class BreaksInTheMiddle(SimEngine):
+    """Whose self-test may be cancelled at its beginning, and not while it holds something."""
+
+    async def self_test(self) -> None:
+        await asyncio.sleep(0.02)
+        try:
+            await asyncio.sleep(0.2)
+        except asyncio.CancelledError:
+            self._scheduler.fail(EngineDeadError("left half way"))
+            raise
+
+
 class WakesToNothing(SimEngine):
     async def wake(self, *, epoch: int) -> None:
         pass

@@ -17,6 +17,8 @@ from workers.memory import KV_POOL
 
 ROUNDS: Final = 5
 """Times that an engine is woken and parked in a row; the first may still make what is kept."""
+CANCELLED_AFTER_SECONDS: Final = (0.0, *(0.001 * 2**power for power in range(10)))
+"""When a self-test is cancelled: in its first wait, and at later and later moments of it, up to half a second."""
 QUIESCED_TOKENS: Final = 64
 NOT_KEPT: Final = "a request that was running at quiesce() did not go on to the same answer"
 ROLES: Final = ("writer", "reader", "private")
@@ -232,16 +234,34 @@ async def _quiesce(subject: Subject) -> str:
 
 
 async def self_test_cancelled(subject: Subject) -> str:
+    interrupted: list[float] = []
+    for delay in CANCELLED_AFTER_SECONDS:
+        if await _interrupt_self_test(subject, delay):
+            interrupted.append(delay)
+        elif delay:
+            break  # it was over by then, and would be later on
+    if not interrupted:
+        raise Skipped("it was over before it could be cancelled")
+    return f"{len(interrupted)} times, after {interrupted[0] * 1000:g} to {interrupted[-1] * 1000:g} ms"
+
+
+async def _interrupt_self_test(subject: Subject, delay: float) -> bool:
+    """Whether it was still under way then. Whatever it was doing, it must leave the engine as it was."""
     testing = asyncio.ensure_future(subject.engine.self_test())
-    await asyncio.sleep(0)
-    testing.cancel()
+    await asyncio.sleep(0)  # its beginning, up to where it waits
+    await asyncio.wait({testing}, timeout=delay)
+    under_way = testing.cancel()
     done, _ = await asyncio.wait({testing}, timeout=CALL_SECONDS)
+    when = f"cancelled after {delay * 1000:g} ms"
     if not done:
-        raise Failed(f"self_test() was not over {CALL_SECONDS:g} s after it was cancelled")
-    await subject.require_no_kv("after a self_test() that was cancelled")
+        raise Failed(f"self_test() was not over {CALL_SECONDS:g} s after it was {when}")
+    if not testing.cancelled() and (error := testing.exception()) is not None:
+        raise Failed(f"self_test() that was {when} raised {type(error).__name__}: {error}")
+    await subject.require_no_kv(f"after a self_test() that was {when}")
+    await subject.within("check_health()", subject.engine.check_health())
     await subject.wake()
     await subject.park()
-    return "" if testing.cancelled() else "it was over already"
+    return under_way
 
 
 async def self_test(subject: Subject) -> None:
