@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import uvloop
 
-from workers import cuda, engine_folder, metrics
+from workers import cuda, engine_folder, http_server, metrics
 from workers.contract import WorkerTokenError
 from workers.engine import Engine, EngineConfigError, EngineDeadError
 from workers.engines import catalogue, fit
@@ -103,6 +103,8 @@ def preload(settings: EngineSettings) -> None:
     Raises:
         EngineConfigError: there is no such engine, or it does not fit.
     """
+    if (problem := http_server.misfit()) is not None:
+        raise EngineConfigError(problem)
     found = catalogue.find(settings.engine)
     loaded = catalogue.load(found)
     fit.check_class(loaded, name=found.target)

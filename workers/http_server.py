@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -10,6 +11,7 @@ from types import MethodType
 from typing import Any, Final, cast
 
 import uvicorn
+from uvicorn.protocols.http import httptools_impl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from workers.asgi import Receive, Scope, Send
@@ -61,6 +63,26 @@ class HttpServer:
         for connection in list(self._server.server_state.connections):
             if getattr(connection, "scope", None) is scope:
                 connection.transport.abort()
+
+
+_CYCLE: Final = ("response_complete", "transport")
+"""What uvicorn's object for one request has, whose method ``send`` is: see ``_break_off``."""
+_CONNECTION: Final = ("scope", "transport")
+"""What its object for one connection has: see ``cut_request``."""
+
+
+def misfit() -> str | None:
+    """What is assumed here of uvicorn beyond its documentation and is not so, a sentence, or None. Looked at before any
+    engine starts: without it, answers that break off could not be told from whole ones."""
+    missing = [
+        f"{made.__name__}.{name}"
+        for made, names in ((httptools_impl.RequestResponseCycle, _CYCLE), (HttpToolsProtocol, _CONNECTION))
+        for name in names
+        if name not in made.__init__.__code__.co_names
+    ]
+    if not inspect.isfunction(getattr(httptools_impl.RequestResponseCycle, "send", None)):
+        missing.append("RequestResponseCycle.send")
+    return f"uvicorn {uvicorn.__version__} does not fit: it has no {', '.join(missing)}" if missing else None
 
 
 class ServerEnded(Exception):

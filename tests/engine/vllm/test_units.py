@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
@@ -57,7 +58,6 @@ def test_a_layout_key_is_a_pool_name(tmp_path: Path) -> None:
     assert protocol.decode_request(protocol.encode(request)[protocol.HEADER_BYTES :]) == request
 
 
-def test_placement_travels_through_vllms_config() -> None:
 def test_a_file_that_holds_no_safetensors_is_told_from_one_that_does(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     assert broken_weights(tmp_path) is None
@@ -66,6 +66,7 @@ def test_a_file_that_holds_no_safetensors_is_told_from_one_that_does(tmp_path: P
         assert broken_weights(tmp_path) == (path if broken else None)
 
 
+def test_placement_travels_through_vllms_config() -> None:
     placement = arguments.Placement(service=SERVICE)
     assert arguments.Placement.from_config(placement.to_config()) == placement
     for foreign in ({}, None, {arguments.EXTRA_CONFIG_KEY: {"service": 1}}):
@@ -134,3 +135,27 @@ def test_the_page_about_resumes_has_every_row_and_every_reason() -> None:
     source = Path(resumable.__file__).read_text()
     for reason in re.findall(r'return "(\w+)"', source):
         assert f"`{reason}`" in page, reason
+
+
+def test_no_seam_is_listed_twice() -> None:
+    for seams in (compat.SEAMS, compat.RESUME_SEAMS, compat.CPU_SEAMS, compat.GPU_SEAMS):
+        names = [(module, attribute) for module, attribute, _ in seams]
+        assert len(names) == len(set(names))
+
+
+def held(handler: object) -> Callable[[], object]:
+    return lambda: handler
+
+
+def test_a_function_that_holds_its_variable_no_more_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert compat._closure_problem(__name__, "held", "handler") is None
+    assert (
+        compat._closure_problem(__name__, "held", "other") == f"{__name__}.held makes no function that holds its other"
+    )
+    for name in ("SEAMS", "RESUME_SEAMS", "CPU_SEAMS", "GPU_SEAMS"):
+        monkeypatch.setattr(compat, name, ())
+    monkeypatch.setattr(compat, "CPU_CLOSURES", ((__name__, "held", "other"),))
+    monkeypatch.setattr(shims, "NAMED", ())
+    with pytest.raises(EngineConfigError, match=r"held makes no function that holds its other$"):
+        compat.check_seams("cpu:0")
+    compat.check_seams("cuda:0")

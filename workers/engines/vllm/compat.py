@@ -19,6 +19,7 @@ from email.message import Message
 from hashlib import sha256
 from importlib import metadata
 from importlib.metadata import Distribution, DistributionFinder
+from types import CodeType
 from typing import Any, Final
 
 from workers.engine import EngineConfigError
@@ -112,7 +113,6 @@ SEAMS: Final[tuple[tuple[str, str, tuple[str, ...]], ...]] = (
     ("vllm.v1.engine.core", "EngineCoreProc._reset_caches", ()),
     ("vllm.v1.engine.core", "EngineCoreProc._send_engine_dead", ()),
     ("vllm.v1.engine.core", "EngineCoreProc.pause_scheduler", ("mode", "clear_cache")),
-    ("vllm.v1.core.sched.scheduler", "Scheduler.reset_prefix_cache", ("reset_running_requests",)),
     ("vllm.v1.engine.core", "EngineCoreProc.resume_scheduler", ()),
     ("vllm.v1.engine.core", "EngineCoreProc.run_busy_loop", ()),
     ("vllm.v1.engine.core", "EngineShutdownState.REQUESTED", ()),
@@ -201,6 +201,10 @@ CPU_SEAMS: Final[tuple[tuple[str, str, tuple[str, ...]], ...]] = (
 )
 """The same, only on a CPU. vLLM's modules for it replace parts of ``torch.cuda``: where there is a GPU nothing of
 theirs may be imported."""
+
+CPU_CLOSURES: Final = (("vllm.model_executor.layers.utils", "dispatch_cpu_unquantized_gemm", "handler"),)
+"""(module, function, variable): a function that is made in there holds the variable, and we take it from there
+(``packed``)."""
 
 GPU_SEAMS: Final[tuple[tuple[str, str, tuple[str, ...]], ...]] = (
     ("vllm.envs", "VLLM_USE_V2_MODEL_RUNNER", ()),
@@ -321,12 +325,27 @@ def check_seams(device: str) -> None:
     """
     seams = (*SEAMS, *RESUME_SEAMS, *(GPU_SEAMS if build.on_gpu(device) else CPU_SEAMS))
     broken = [problem for seam in seams if (problem := _problem(*seam))]
+    closures = () if build.on_gpu(device) else CPU_CLOSURES
+    broken += [problem for closure in closures if (problem := _closure_problem(*closure))]
     broken += [f"{module} makes its ids in another way" for module in shims.unbound()]
     if broken:
         raise EngineConfigError(
             f"this engine was built for vLLM {VLLM_VERSION} and does not fit {DISTRIBUTION} "
             f"{metadata.version(DISTRIBUTION)}: {'; '.join(broken)}"
         )
+
+
+def _closure_problem(module: str, function: str, variable: str) -> str | None:
+    """Whether a function made within another one holds a variable of it. One that is not there at all is a seam's to
+    say."""
+    try:
+        code = getattr(importlib.import_module(module), function).__code__
+    except (ImportError, AttributeError):
+        return None
+    made = (part for part in code.co_consts if isinstance(part, CodeType))
+    if any(variable in part.co_freevars for part in made):
+        return None
+    return f"{module}.{function} makes no function that holds its {variable}"
 
 
 def _problem(module: str, attribute: str, parameters: tuple[str, ...]) -> str | None:
