@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -134,6 +135,8 @@ def main() -> int:
         "--apt-conf", type=Path, metavar="FILE", help="apt's configuration during the build: proxy, mirror"
     )
     parser.add_argument("--tool", metavar="PROGRAM", help="podman or docker (default: the first that is there)")
+    # What pip is configured with may be secret: no signal leaves the folder with it behind.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         run(parser.parse_args())
     except ImagesError as error:

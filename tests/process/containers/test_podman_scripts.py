@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -249,3 +250,23 @@ def test_clean_waits_for_a_build_of_somebody_and_ends_its_own(checkout: Checkout
     assert removing.wait(DEADLINE_SECONDS) == 0
     removing.stdout.close()
     assert not (checkout.folder / ".tools" / "podman").exists()
+
+
+def test_a_build_that_is_ended_leaves_no_settings_of_pip(tmp_path: Path) -> None:
+    tool, secrets = tmp_path / "docker", tmp_path / "secrets"
+    tool.write_text("#!/bin/sh\ntouch $STARTED\nexec sleep 100\n")
+    tool.chmod(0o755)
+    secrets.mkdir()
+    environment = {**os.environ, "TMPDIR": str(secrets), "STARTED": str(tmp_path / "started")}
+    command = [sys.executable, str(ROOT / "scripts" / "images.py"), "--tool", str(tool)]
+    build = subprocess.Popen(command, env=environment, start_new_session=True)
+    try:
+        until(lambda: (tmp_path / "started").exists(), saying="the build runs")
+        assert [path.name for path in secrets.glob("*/*")] == ["pip.conf"]
+        os.killpg(build.pid, signal.SIGTERM)
+        assert build.wait(DEADLINE_SECONDS) == 128 + signal.SIGTERM
+    finally:
+        if build.poll() is None:
+            os.killpg(build.pid, signal.SIGKILL)
+            build.wait()
+    assert list(secrets.iterdir()) == []
