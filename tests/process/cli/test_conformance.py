@@ -53,7 +53,7 @@ BROKEN: Mapping[str, tuple[str, str, str]] = {
     "client-leaves": ("KeepsGoing", "client-leaves", "a request whose client has left goes on"),
     "errors": ("PlainErrors", "errors", "a body that is no JSON is answered without"),
     "notes": ("WrongNotes", "notes", "its token notes do not fit its events"),
-    "resume": ("BeginsAgain", "resume", "does not end in the same bytes"),
+    "resume": ("BeginsAgain", "resume", "does not end in the same answer"),
     "framed": ("NoFrame", "framed", "comes in no frame"),
     "wake-twice": ("WakesTwice", "wake-twice", "was taken"),
     "quiesce": ("ForgetsWhenQuiesced", "quiesce", "did not go on to the same answer"),
