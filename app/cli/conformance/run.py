@@ -52,7 +52,7 @@ class Patience(msgspec.Struct, frozen=True, kw_only=True):
 
     silence_seconds: float = 15.0
     """A child may be late with a check by so much before it counts as hung: its own deadline did not end it."""
-    settle_seconds: float = 5.0
+    settle_seconds: float = 15.0
     """For what an engine does soon after, and not in, a call: ending a request whose client has left."""
     progress_seconds: float = 10.0
     """Between two words about a check that is not over."""

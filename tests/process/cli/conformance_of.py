@@ -14,7 +14,7 @@ from app.cli.conformance.lives import LIVES
 from app.cli.conformance.run import Patience, conform
 from workers.settings import EngineSettings
 
-PATIENCE = Patience(silence_seconds=6, settle_seconds=0.7)
+PATIENCE = Patience(silence_seconds=6, settle_seconds=1.5)
 CHECK_SECONDS = 4.0
 
 
