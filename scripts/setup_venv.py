@@ -54,20 +54,34 @@ def check_python(groups):
 
 
 def create_venv():
-    """Make .venv, or keep it if its Python works and is the one this script runs in."""
+    """Make .venv, or keep it if its Python works and is the one this script runs in. Returns whether it is new."""
     probe = f"import sys; print(sys.version_info[:2] == {tuple(sys.version_info[:2])})"
     if VENV_PYTHON.exists():
         answer = subprocess.run([VENV_PYTHON, "-c", probe], capture_output=True, text=True)
         if answer.returncode == 0 and answer.stdout.strip() == "True" and not made_elsewhere():
-            return
+            return False
         print("setup: .venv is of another Python or another folder: making it again", flush=True)
     call([sys.executable, "-m", "venv", "--clear", str(VENV)], "Is the folder writable, is the disk full?")
+    return True
 
 
 def made_elsewhere():
     """Whether .venv was moved or copied here: its scripts still start the Python of the old place."""
     pip = VENV / "bin" / "pip"
     return not pip.exists() or not pip.read_bytes().startswith(b"#!" + os.fsencode(VENV_PYTHON.parent))
+
+
+def installed_groups(key):
+    """The groups that a finished set-up from the same files left in .venv.
+
+    They are not installed again: some wheels (vLLM's says that it is for another Python) would be removed and put back,
+    under engines that run from them.
+    """
+    try:
+        had_key, _, *groups = STAMP.read_text().split()
+    except (OSError, ValueError):
+        return []
+    return groups if had_key == key else []
 
 
 def install_uv():
@@ -118,10 +132,11 @@ def step(name, action, *arguments):
     started = time.monotonic()
     print(f"setup: {name} ...", flush=True)
     try:
-        action(*arguments)
+        done = action(*arguments)
     except SetupError as error:
         raise SetupError(f"{name}: {error}") from error
     print(f"setup: {name}: {time.monotonic() - started:.1f} s", flush=True)
+    return done
 
 
 def run(key, groups):
@@ -131,13 +146,20 @@ def run(key, groups):
     # Outside .venv: `venv --clear` empties that folder.
     with open(ROOT / ".venv.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        there = installed_groups(key)
         # A set-up that is cut short must not be taken for a finished one.
         if STAMP.exists():
             STAMP.unlink()
-        step("virtual environment", create_venv)
-        step("uv", install_uv)
-        step("packages (" + ", ".join(groups) + ")", install_groups, groups)
-        step("hotspare itself", install_project)
+        if step("virtual environment", create_venv):
+            there = []
+        missing = [group for group in groups if group not in there]
+        if not there:
+            step("uv", install_uv)
+        if missing:
+            step("packages (" + ", ".join(missing) + ")", install_groups, missing)
+        if not there:
+            step("hotspare itself", install_project)
+        groups = there + missing
         draft = STAMP.with_suffix(".new")
         draft.write_text(f"{key} {os.path.realpath(VENV_PYTHON)} {' '.join(groups)}\n")
         draft.replace(STAMP)
