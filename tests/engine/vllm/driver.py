@@ -34,6 +34,8 @@ from workers.recorder import RECORDER, Recorder
 from workers.settings import EngineSettings
 
 SOCKET_NAME = "http.sock"
+PRELOADED: set[str] = set()
+"""Modules that the parent had imported when it was ready to fork."""
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,6 +86,10 @@ def main() -> None:
     logging.getLogger().setLevel(logging.INFO)
     started = time.monotonic()
     preload(EngineSettings.model_validate_json(sys.argv[1]))
+    import uvloop  # noqa: F401 - the engine's process has imported it itself
+
+    importlib.import_module("workers.engines.vllm.engine")
+    PRELOADED.update(sys.modules)
     gc.collect()
     gc.freeze()
     levels = {name: logging.getLogger(name).getEffectiveLevel() for name in ("", "workers", "gms.custody")}
@@ -195,6 +201,7 @@ class _Control:
             "hang-in-step": self._hang_in_step,
             "hang-in-release": self._hang_in_release,
             "go-on": self._go_on,
+            "imported": self._imported,
         }
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -376,6 +383,11 @@ class _Control:
 
     async def _go_on(self, _: str) -> None:
         self._go.set()
+
+    async def _imported(self, _: str) -> list[str]:
+        """Files of modules that were imported only after the fork."""
+        new = sorted(sys.modules.keys() - PRELOADED)
+        return [name for name in new if getattr(sys.modules[name], "__file__", None)]
 
     async def _fault(self, _: str) -> None:
         """A memory fault in the core's thread."""

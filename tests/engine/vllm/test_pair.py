@@ -56,6 +56,16 @@ def pair(driver: Driver, service: MemoryService, model_folder: Path) -> Iterator
         writer.kill()
 
 
+def test_everything_was_imported_before_the_fork(pair: Pair) -> None:
+    """So that a start takes seconds, and packages may be replaced on disk while an engine's parent lives."""
+    pair.wake(pair.writer)
+    try:
+        pair.writer.token_ids(8)
+        assert " ".join(pair.writer.control("imported").json()["answer"]) == ""
+    finally:
+        pair.writer.park()
+
+
 class _checkpoint_hollow:
     """Puts a file of the same name, size and time, with nothing in it, in the checkpoint's place."""
 

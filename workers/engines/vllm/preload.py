@@ -23,9 +23,15 @@ logger = logging.getLogger(__name__)
 
 _MODULES: Final = (
     "transformers",
+    "transformers.file_utils",
+    "anyio._backends._asyncio",
     "uvicorn",
+    "uvicorn.lifespan.on",
+    "uvicorn.protocols.http.auto",
+    "uvicorn.protocols.websockets.auto",
     "httpx",
     "xgrammar",
+    "vllm.distributed.elastic_ep.elastic_execute",
     "vllm.entrypoints.generate.api_router",
     "vllm.entrypoints.launchers.api_server.app_state",
     "vllm.entrypoints.launchers.api_server.routers",
@@ -33,10 +39,18 @@ _MODULES: Final = (
     "vllm.entrypoints.pooling.factories",
     "vllm.entrypoints.scale_out.factories",
     "vllm.entrypoints.serve",
+    "vllm.entrypoints.serve.utils.fingerprint",
     "vllm.entrypoints.speech_to_text.factories",
+    "vllm.model_executor.layers.fused_moe.eep_reconfigure",
+    "vllm.model_executor.layers.fused_moe.oracle.int8",
+    "vllm.model_executor.layers.fused_moe.oracle.mxfp8",
+    "vllm.model_executor.layers.fused_moe.oracle.nvfp4",
+    "vllm.model_executor.layers.quantization.compressed_tensors.utils",
+    "vllm.model_executor.layers.quantization.online.base",
     "vllm.v1.engine.async_llm",
     "vllm.v1.engine.core",
     "vllm.v1.executor.uniproc_executor",
+    "vllm.v1.pool.flash_maxsim.flash_maxsim_rerank",
     "vllm.v1.structured_output",
     "workers.engines.vllm.core",
     "workers.engines.vllm.executor",
@@ -44,8 +58,10 @@ _MODULES: Final = (
     "workers.engines.vllm.replay",
     "workers.engines.vllm.serving",
 )
-"""What a start would import on its way; found by importing all and looking at what a start still adds."""
+"""What a start would import on its way; a test looks at what it still adds."""
 _CPU_MODULES: Final = (
+    "vllm.triton_utils.dispatcher",
+    "vllm.utils.cpu_triton_utils",
     "vllm.v1.attention.backends.cpu_attn",
     "vllm.v1.worker.cpu_worker",
     "workers.engines.vllm.cpu_worker",
