@@ -35,6 +35,10 @@ def look(pod: PodRecord, engine: str, run_dir: Path) -> AbsentEngine:
     return AbsentEngine(pid if pid and parent(pid) == record.pid else None, record.pid, restarts)
 
 
+def is_child(pid: int | None, *, of: int | None) -> bool:
+    return pid is not None and of is not None and parent(pid) == of
+
+
 def parent(pid: int) -> int | None:
     """None: it is gone."""
     try:

@@ -13,7 +13,9 @@ class Absence(StrEnum):
     """Why a process says nothing."""
 
     GONE = "gone"
-    """Nobody listens on its port: there is no such process now."""
+    """Nobody listens on its port."""
+    STARTING = "starting"
+    """Nobody listens on its port yet; its process is there, or the one that forks it. ``hotspare status`` looks."""
     SILENT = "silent"
     """Somebody listens, and does not answer: stopped, or stuck."""
     UNAUTHORIZED = "unauthorized"

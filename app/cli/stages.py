@@ -16,7 +16,7 @@ class Stage(StrEnum):
     """What a pod does one after the other; a stage begins when the one before it is done."""
 
     MEMORY = "memory service"
-    ENGINES = "engines"
+    ENGINES = "imports"
     """Interpreter and imports, until an engine's admin port answers."""
     WEIGHTS = "weights"
     ACTIVE = "active engine"

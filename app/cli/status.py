@@ -143,7 +143,7 @@ async def look(run_dir: Path, *, key: str | None = None) -> StatusDocument:
 
 def answers(document: StatusDocument) -> bool:
     """Whether a gateway or any engine said something. Pure."""
-    absent = {Absence.GONE, Absence.SILENT}
+    absent = {Absence.GONE, Absence.STARTING, Absence.SILENT}
     roles = {engine.role for pod in document.pods for engine in pod.engines.values()}
     return (document.gateway is not None and document.gateway.lifecycle not in absent) or not roles <= absent
 
@@ -166,6 +166,8 @@ def _gateway_status(file: GatewayFile | None, view: GatewayReport | Absence | No
     if file is None or view is None:
         return None
     if isinstance(view, Absence):
+        if view is Absence.GONE and is_running(file.pid, module="app"):
+            view = Absence.STARTING
         return GatewayStatus(pid=file.pid, host=file.host, port=file.port, lifecycle=view)
     return GatewayStatus(
         pid=file.pid,
@@ -199,6 +201,8 @@ async def _engine_status(pod: PodRecord, name: str, answer: EngineAnswer, run_di
     entry = pod.engines[name]
     if isinstance(answer, Absence):
         found = absent.look(pod, name, run_dir)
+        if answer is Absence.GONE and (found.pid or absent.is_child(found.keeper_pid, of=pod.pid)):
+            answer = Absence.STARTING
         return EngineStatus(
             role=answer,
             pid=found.pid,

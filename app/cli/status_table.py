@@ -19,7 +19,14 @@ _GATEWAY_WORDS: Final[dict[str, str]] = {
     Absence.WRONG_KEY: "does not know the API key that this command shows; set HOTSPARE_API_KEY to one of its keys",
     Absence.UNTRUSTED: "does not have the certificate in the file that gateway.json names",
 }
-_ROLE_STYLES: Final = {"ACTIVE": "bold green", "STANDBY": "cyan", "gone": "red", "silent": "red", "FAILED": "red"}
+_ROLE_STYLES: Final = {
+    "ACTIVE": "bold green",
+    "STANDBY": "cyan",
+    "gone": "red",
+    "starting": "yellow",
+    "silent": "red",
+    "FAILED": "red",
+}
 
 
 def render(document: StatusDocument) -> Group:

@@ -24,7 +24,7 @@ from app.cli.plan import CHATTING, Limits, UpOptions, base_url, example_request
 from app.cli.reports import Absence, EngineAnswer, GatewayReport
 from app.cli.run_dir import GatewayFile, read_pod
 from app.cli.screen import Screen
-from app.cli.stages import Board, is_done, stages_of
+from app.cli.stages import Board, Stage, is_done, stages_of
 from app.cli.starter import StartedPod, Starter
 from app.cli.voice import Voice
 from workers.exit_codes import ExitCode
@@ -160,6 +160,8 @@ class Up:
                 self._board.end(GATEWAY_STEP, now=now)
                 self._board.begin(ROUTES_STEP, now=now)
                 if wanted <= {worker.address for worker in report.workers if worker.routable}:
+                    for pod in self._starter.pods:  # whose engines are active, then; nobody may have looked since
+                        self._board.advance([(name, True) for name in self._steps_of(pod)], now=now)
                     self._board.end(ROUTES_STEP, now=now)
                     self._screen.show(self._board, now=now)
                     return report
@@ -236,12 +238,16 @@ class Up:
         if file is not None and file.gms is not None:
             socket_is_there = (self._options.run_dir / pod.plan.name / file.gms.socket).exists()
         stages = [
-            (f"{pod.plan.name}: {stage}", is_done(stage, socket_is_there=socket_is_there, answers=answers))
-            for stage in stages_of(gms=self._options.gms)
+            (name, is_done(stage, socket_is_there=socket_is_there, answers=answers))
+            for name, stage in self._steps_of(pod).items()
         ]
         self._board.advance(stages, now=now)
         reports = [answer for answer in answers.values() if isinstance(answer, EngineState)]
         self._board.note(stages[-1][0], ", ".join(f"{report.engine} {report.role}" for report in reports))
+
+    def _steps_of(self, pod: StartedPod) -> dict[str, Stage]:
+        """Name on the board → stage, in order."""
+        return {f"{pod.plan.name}: {stage}": stage for stage in stages_of(gms=self._options.gms)}
 
     async def _await_end(self, child: Child) -> None:
         self._ended_by_itself(child, await child.ended())

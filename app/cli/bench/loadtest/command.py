@@ -62,7 +62,7 @@ def load(
     try:
         report = run(measure(plan, lambda line: print(line, file=sys.stderr, flush=True)))
     except BenchError as error:
-        raise CliError(f"bench load: {error}") from error
+        raise CliError(f"bench load: {error}", code=ExitCode.BAD_CONFIGURATION) from error
     if as_json:
         import msgspec
 

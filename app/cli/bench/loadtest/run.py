@@ -109,7 +109,11 @@ async def _first_model(host: str) -> str:
         if answer.status_code != httpx.codes.OK:
             raise BenchError(f"{host}/v1/models says {answer.status_code}: {answer.text[:300]}")
         return str(answer.json()["data"][0]["id"])
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
+    except (httpx.UnsupportedProtocol, httpx.InvalidURL):
+        raise BenchError(f"--host is a URL such as http://localhost:8000, not {host}") from None
+    except httpx.ConnectError as error:
+        raise BenchError(f"nobody answers at {host} ({error})") from None
+    except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
         raise BenchError(f"{host}/v1/models names no model ({type(error).__name__}: {error})") from None
 
 
