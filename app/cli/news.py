@@ -39,6 +39,9 @@ class PodNews:
         self._last: dict[str, EngineState] = {}
         """The newest report of each living engine."""
         self._silent: set[str] = set()
+        """Living engines that do not answer: they count for nothing until they do."""
+        self._back: dict[str, float] = {}
+        """Engines that were silent once, and when they answered again."""
         self._complete = False
         """An active engine, and all others parked."""
         self._spares = 0
@@ -55,7 +58,8 @@ class PodNews:
     @property
     def parked(self) -> int:
         """How many spares were parked at the last look."""
-        return sum(report.role is Role.STANDBY for report in self._last.values())
+        standby = (engine for engine, report in self._last.items() if report.role is Role.STANDBY)
+        return sum(engine not in self._silent for engine in standby)
 
     def look(self, answers: Mapping[str, EngineAnswer], *, now: float) -> list[News]:
         """What is new, in the order in which it happened. ``answers`` has an entry for each engine of the pod."""
@@ -81,6 +85,7 @@ class PodNews:
             return []
         del self._last[engine]
         self._silent.discard(engine)
+        self._back.pop(engine, None)
         # Nobody saw it die. Another engine got the lock when it was dead; otherwise, the last sign of life must do.
         taken_over = [at for at in granted if at > before.monotonic] if before.role is Role.ACTIVE else []
         died = min(taken_over, default=before.monotonic)
@@ -100,6 +105,7 @@ class PodNews:
         news = []
         if engine in self._silent:
             self._silent.remove(engine)
+            self._back[engine] = now
             news.append(self._say(now, f"{engine} answers again"))
         if before is None or before.role is not answer.role:
             news += self._role(engine, answer)
@@ -133,19 +139,25 @@ class PodNews:
         return [self._say(now, f"the memory service is back, and has its pages again from {names}")]
 
     def _redundancy(self) -> list[News]:
-        active = [report for report in self._last.values() if report.role is Role.ACTIVE]
-        parked = [report for report in self._last.values() if report.role is Role.STANDBY]
+        # Who is silent may answer again: nothing is lost before it is dead. But it makes no pod complete.
+        silent = self._silent if not self._complete else ()
+        there = [report for engine, report in self._last.items() if engine not in silent]
+        active = [report for report in there if report.role is Role.ACTIVE]
+        parked = [report for report in there if report.role is Role.STANDBY]
         was, self._complete = self._complete, bool(active and parked) and len(parked) >= self._spares
         if was or not self._complete:
             return []
-        last = max(parked, key=lambda report: report.since)
-        at = max(active[0].since, last.since)
+        last = max(parked, key=self._there_since)
+        at = max(self._there_since(active[0]), self._there_since(last))
         loss, self._loss = self._loss, None
         if loss is None:
             ready = "the spare is ready" if self._spares == 1 else f"all {self._spares} spares are ready"
             return [self._say(at, f"{last.engine} is parked, {ready}")]
         seconds = max(at - loss.since, 0.0)
         return [self._say(at, f"{last.engine} is parked again, redundancy restored after {seconds:.1f} s")]
+
+    def _there_since(self, report: EngineState) -> float:
+        return max(report.since, self._back.get(report.engine, 0.0))
 
     def _say(self, at: float, text: str) -> News:
         return News(at, f"{self._pod}: {text}")

@@ -210,3 +210,22 @@ def test_a_memory_service_that_was_killed_and_is_back_is_told_of_once_for_all() 
     assert look(15.0, a=again, b=again) == []
     twice = msgspec.structs.replace(held, restored=2)  # nobody saw it gone
     assert look(16.0, a=twice, b=twice) == ["pod-0: the memory service is back, and has its pages again from a and b"]
+
+
+def test_a_silent_spare_restores_nothing() -> None:
+    """The active engine dies while one of two spares is stopped: redundancy is back when that one answers again."""
+    news = PodNews("pod-0")
+    first, b = active("a", pid=1, at=10.0, granted=9.0), parked("b", pid=2, at=10.0, since=9.5)
+    news.look({"a": first, "b": b}, now=10.0)
+    assert texts(news.look({"a": first, "b": Absence.SILENT}, now=11)) == ["pod-0: b (STANDBY) does not answer"]
+    again = active("a", pid=3, at=12, granted=11.5, epoch=2)
+    assert texts(news.look({"a": again, "b": Absence.SILENT}, now=12)) == [
+        "pod-0: a is gone, it was ACTIVE",
+        "pod-0: a is active, epoch 2, 4.0 ms after it got the lock",
+    ]
+    assert not news.complete
+    assert news.parked == 0
+    assert texts(news.look({"a": again, "b": parked("b", pid=2, at=14, since=9.5)}, now=14)) == [
+        "pod-0: b answers again",
+        "pod-0: b is parked again, redundancy restored after 2.5 s",
+    ]
