@@ -14,6 +14,9 @@ from app.start_error import StartError
 _SECRET = frozenset(("api_keys", "worker_token"))
 """Settings whose values are repeated nowhere."""
 
+_MOST_SHOWN = 200
+"""Characters of a value that a refusal repeats."""
+
 _OTHER_FLAGS = {"resume_limit": ("--migration-limit",)}
 
 _PATHS = ("api_keys_file", "worker_token_file", "tls_certificate", "tls_key", "workers_file", "run_dir")
@@ -57,13 +60,19 @@ def read_settings(arguments: Sequence[str]) -> GatewaySettings:
         ) from None
 
 
+def _shown(value: object) -> str:
+    """On one line, and not a long one."""
+    text = str(value) if str(value).isprintable() else repr(value)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
+
+
 def _sentence(location: tuple[int | str, ...], message: str, value: object, *, flags: Container[str]) -> str:
     reason = message.removeprefix("Value error, ")
     if not location:
         return reason
     name = str(location[0])
     said = name if name in flags else another_name(name) or name  # what the person has written down somewhere
-    given = said if name in _SECRET else f"{said}={value}"
+    given = said if name in _SECRET else f"{said}={_shown(value)}"
     if name == "worker_token":
         return f"{given}: {reason} (set it with HOTSPARE_WORKER_TOKEN or HOTSPARE_WORKER_TOKEN_FILE)"
     flag = "--api-key" if name == "api_keys" else f"--{name.replace('_', '-')}"

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Final, Literal, Self
 
 from pydantic import AliasChoices, BeforeValidator, ByteSize, Field, StringConstraints, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 DEFAULT_RUN_DIR = Path(".hotspare")
+_SIZE: Final = re.compile(r"\s*(\d+\s*b?|\d+(\.\d+)?\s*[kmgtpe]i?b?)\s*", re.IGNORECASE | re.ASCII)
 
 
 def _run_dir(value: object) -> object:
@@ -21,8 +23,17 @@ def _lower(value: object) -> object:
     return value.lower() if isinstance(value, str) else value
 
 
+def _size(value: object) -> object:
+    """pydantic reads what a text begins with, and drops the rest: "1,5GiB" would be one byte."""
+    if isinstance(value, str) and not _SIZE.fullmatch(value):
+        raise ValueError("a size is a number of bytes, or one with a unit: 536870912, 512MiB, 1.5GiB")
+    return value
+
+
 LogLevel = Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(_lower)]
 """Upper or lower case."""
+Size = Annotated[ByteSize, BeforeValidator(_size), Field(gt=0)]
+"""Bytes, or text such as "512MiB"."""
 
 
 class GmsSettings(BaseSettings):
@@ -35,9 +46,9 @@ class GmsSettings(BaseSettings):
     where the pod's engines look for it."""
     device: str = "cpu:0"
     """Whose memory it is: ``cpu:N`` or ``cuda:N``."""
-    memory_limit: Annotated[ByteSize, Field(gt=0)] | None = None
+    memory_limit: Size | None = None
     """Most bytes that may be allocated at a time; "512MiB" is understood. Without it the machine is the limit."""
-    chunk_size: Annotated[ByteSize, Field(gt=0)] | None = None
+    chunk_size: Size | None = None
     """Largest piece of memory with a descriptor of its own; allocations are made of as many as they take. Unset: 512
     MiB on a GPU, where each costs driver calls, and no limit on the host."""
     adopt_timeout_seconds: Annotated[float, Field(ge=0, le=86400)] = 30.0

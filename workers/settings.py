@@ -37,6 +37,8 @@ MIB = 1024 * 1024
 
 DEFAULT_RUN_DIR = Path(".hotspare")
 
+_MOST_SHOWN: Final = 200
+"""Characters of a value that a refusal repeats."""
 _ENGINE_ID: Final = r"^[a-z]$"
 _POD_NAME: Final = r"^[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?$"
 _DEVICE: Final = r"^(cpu|cuda):[0-9]{1,3}$"
@@ -146,10 +148,14 @@ def load_settings(cls: type[SettingsT], flags: dict[str, Any]) -> SettingsT:
             message = _IN_WORDS.get(pattern, problem["msg"].removeprefix("Value error, "))
             given = problem.get("input")
             secret = bool(problem["loc"]) and problem["loc"][0] in SECRET
-            shown = "" if secret or isinstance(given, dict) else f" (given: {given!r})"
+            shown = "" if secret or isinstance(given, dict) else f" (given: {_shortened(repr(given))})"
             where = f"{name}{shown}: " if name and (secret or shown) else ""
             sentences.append(f"{where}{message}")
         raise SettingsError("; ".join(sentences)) from error
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
 
 
 def _variable(cls: type[BaseSettings], failed: str, location: tuple[int | str, ...], *, flags: Container[str]) -> str:

@@ -52,6 +52,9 @@ def test_the_kernel_serves_waiters_in_the_order_in_which_they_came(tmp_path: Pat
         for waiter in line[1:8:3]:
             waiter.kill()
             waiter.wait()
+            # Whoever stood behind it has to run to get in line again, and another one must not die meanwhile.
+            living = {other.pid for other in line[1:] if other.returncode is None}
+            until(lambda living=living: living <= waiters(), saying="all others wait in the kernel")
         left = [line[at] for at in (0, 2, 3, 5, 6, 8)]
         for holder, following in itertools.pairwise(left):
             holder.kill()

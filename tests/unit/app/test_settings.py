@@ -182,3 +182,10 @@ def test_a_collector_is_named_in_the_standard_way_too(monkeypatch: pytest.Monkey
     assert read_settings([]).otlp_endpoint == "https://mine"
     with pytest.raises(StartError, match="begins with http"):
         read_settings(["--otlp-endpoint", "collector:4317"])
+
+
+def test_a_long_value_is_not_repeated_whole() -> None:
+    with pytest.raises(StartError) as refused:
+        read_settings(["--port", "9" * 5000 + "\n1"])
+    assert len(str(refused.value)) < 500
+    assert "\n" not in str(refused.value)

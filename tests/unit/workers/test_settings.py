@@ -216,3 +216,11 @@ def test_what_is_wrong_in_a_variable_of_another_name_is_said_of_that_one(monkeyp
         load_settings(EngineSettings, {})
     with pytest.raises(SettingsError, match=r"^HOTSPARE_GRACE_PERIOD_SECONDS \(given: 'x'\)"):
         load_settings(EngineSettings, {"grace_period_seconds": "x"})
+
+
+def test_a_long_value_is_not_repeated_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOTSPARE_POD", "x" * 5000 + "\n")
+    with pytest.raises(SettingsError) as refused:
+        load_settings(EngineSettings, flags={})
+    assert len(str(refused.value)) < 500
+    assert "\n" not in str(refused.value)
