@@ -80,6 +80,8 @@ async def _ask(
             await writer.wait_closed()
     if len(answer) > MAX_ANSWER_BYTES:
         raise GetFailed(f"{asked}{path} answers more than {MAX_ANSWER_BYTES} bytes")
+    if not answer:
+        raise GetFailed(f"{asked}{path} ended the connection without an answer")
     head, separator, body = answer.partition(b"\r\n\r\n")
     fields = head.split(b" ", 2)
     if not separator or len(fields) < 2 or not fields[0].startswith(b"HTTP/1.") or not fields[1].isdigit():

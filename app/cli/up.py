@@ -263,6 +263,8 @@ class Up:
     def _why(self, child: Child, code: int) -> str:
         how = f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
         self._voice.read_logs([child])
+        if code == -signal.SIGKILL:  # what it said last has nothing to do with that
+            return f"{child.name} ended by itself ({how}): somebody killed it, or the kernel did, for want of memory"
         return f"{child.name} ended by itself ({how}): {self._voice.last_words(child)}"
 
     async def _read_logs(self) -> None:
