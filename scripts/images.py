@@ -91,7 +91,10 @@ def build(
             command.append("--pull=never")
     outcome = subprocess.run([*command, "."], cwd=ROOT, env={**os.environ, "DOCKER_BUILDKIT": "1"})
     if outcome.returncode:
-        raise ImagesError(f"{Path(tool).name} could not build {name} (exit {outcome.returncode}), its words are above")
+        sentence = f"{Path(tool).name} could not build {name} (exit {outcome.returncode}), its words are above"
+        if not options.base and target != "worker-cuda":
+            sentence += '. If it could not pull the base, name another Debian 12: make images ARGS="--base IMAGE"'
+        raise ImagesError(sentence)
     return name
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import re
 import sys
@@ -81,3 +82,17 @@ def test_the_base_for_gpus_has_the_vllm_that_engines_are_written_for() -> None:
 
 def test_the_dockerfile_names_no_host() -> None:
     assert not re.search(r"https?://", DOCKERFILE)
+
+
+@pytest.mark.parametrize(("base", "hint"), [(None, True), ("localhost/base", False)])
+def test_who_cannot_pull_the_base_is_told_of_others(
+    images: ModuleType, tmp_path: Path, base: str | None, hint: bool
+) -> None:
+    tool = tmp_path / "docker"
+    tool.write_text("#!/bin/sh\nexit 125\n")
+    tool.chmod(0o755)
+    options = argparse.Namespace(engines="sim", compiled=True, base=base)
+    with pytest.raises(images.ImagesError) as caught:
+        images.build(str(tool), "gateway", options, secrets={}, folders=[])
+    assert "docker could not build hotspare/gateway:" in str(caught.value)
+    assert ('name another Debian 12: make images ARGS="--base IMAGE"' in str(caught.value)) == hint
