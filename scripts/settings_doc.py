@@ -1,13 +1,15 @@
-"""Writes docs/settings.md from the settings classes and from the options of ``hotspare up``.
+"""Writes docs/settings.md from the settings classes and from the options of ``hotspare up``, and for the Helm chart the
+names that its ``extraEnv`` may set.
 
     .venv/bin/python scripts/settings_doc.py
 
-A unit test fails when the page is not what this would write.
+A unit test fails when one of the files is not what this would write.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -20,6 +22,13 @@ from app.cli.plan import PER_PROCESS, UpOptions  # noqa: E402
 from app.cli.up_options import Whole, up_parser  # noqa: E402
 
 PAGE = ROOT / "docs" / "settings.md"
+OF_CHART = ROOT / "helm" / "hotspare" / "files" / "settings.json"
+NOT_IN_A_POD = {
+    *("HOTSPARE_PARENT_PID", "HOTSPARE_GMS_PARENT_PID"),
+    *("HOTSPARE_GMS_SOCKET", "HOTSPARE_GMS_RUN_DIR", "HOTSPARE_GMS_POD"),
+    *("HOTSPARE_WORKERS", "HOTSPARE_WORKERS_FILE", "HOTSPARE_WORKERS_DNS", "HOTSPARE_WORKERS_KUBERNETES"),
+}
+"""Settings of processes whose parent or whose neighbours are elsewhere than the chart's are."""
 HEAD = """\
 # Settings
 
@@ -78,6 +87,28 @@ def page() -> str:
     parts.append(section("`hotspare gms`", settings_of(Process.GMS).values()))
     parts.append(f"## Other variables\n\n{OTHERS}")
     return "\n".join(parts)
+
+
+def of_chart() -> str:
+    """Component of the chart → HOTSPARE_ names that its processes and the commands in its containers read, as JSON."""
+    of = {
+        "gateway": [*settings_of(Process.GATEWAY).values()],
+        "worker": [
+            *settings_of(Process.ENGINE).values(),
+            *sim_settings().values(),
+            *settings_of(Process.GMS).values(),
+        ],
+    }
+    more = {"gateway": {"HOTSPARE_API_KEY"}, "worker": {"HOTSPARE_MODEL_CACHE"}}
+    names = {
+        component: sorted(
+            {name for setting in settings for name in setting.variables if name.startswith("HOTSPARE_")}.union(
+                more[component]
+            ).difference(NOT_IN_A_POD)
+        )
+        for component, settings in of.items()
+    }
+    return json.dumps(names, indent=2) + "\n"
 
 
 def grouped(settings: Mapping[str, Setting]) -> Iterator[tuple[str, list[Setting]]]:
@@ -159,3 +190,4 @@ def wrapped(names: list[str]) -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(page())
+    OF_CHART.write_text(of_chart())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
 import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -61,8 +62,18 @@ def template(helm: str, version: str, *arguments: str, folder: Path = CHART) -> 
     )
 
 
+class Loader(yaml.CSafeLoader):
+    """Takes for something else than a text what Kubernetes' loader does: y, n and 1e3, beside what Python's does."""
+
+
+Loader.add_implicit_resolver("!switch", re.compile(r"[yYnN]$"), list("yYnN"))
+Loader.add_implicit_resolver("!number", re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+$"), list("-+0123456789"))
+Loader.add_constructor("!switch", lambda loader, node: node.value in "yY")
+Loader.add_constructor("!number", lambda loader, node: float(node.value))
+
+
 def documents(manifest: str) -> list[Document]:
-    return [document for document in yaml.load_all(manifest, yaml.CSafeLoader) if document]
+    return [document for document in yaml.load_all(manifest, Loader) if document]
 
 
 @functools.cache

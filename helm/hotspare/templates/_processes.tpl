@@ -158,6 +158,87 @@
 {{- end -}}
 {{- end -}}
 
+{{/* Each list of volumes and mounts has a name for itself, too, by which checks.yaml knows what values may not add. */}}
+{{- define "hotspare.gatewayMounts" -}}
+- {name: run, mountPath: /run/hotspare}
+- {name: scratch, mountPath: /tmp}
+{{- if .Values.apiKeys.existingSecret }}
+- {name: api-keys, mountPath: /etc/hotspare/api-keys, readOnly: true}
+{{- end }}
+{{- if .Values.tls.existingSecret }}
+- {name: tls, mountPath: /etc/hotspare/tls, readOnly: true}
+{{- end }}
+{{- if .Values.workerToken.existingSecret }}
+- {name: worker-token, mountPath: /etc/hotspare/worker-token, readOnly: true}
+{{- end }}
+{{- end -}}
+
+{{- define "hotspare.gatewayVolumes" -}}
+- {name: run, emptyDir: {medium: Memory, sizeLimit: 16Mi}}
+- {name: scratch, emptyDir: {sizeLimit: 256Mi}}
+{{- with .Values.apiKeys }}
+{{- if .existingSecret }}
+- name: api-keys
+  secret:
+    secretName: {{ .existingSecret | quote }}
+    items: [{key: {{ .key | quote }}, path: keys}]
+    defaultMode: 0440
+{{- end }}
+{{- end }}
+{{- with .Values.tls.existingSecret }}
+- {name: tls, secret: {secretName: {{ . | quote }}, defaultMode: 0440}}
+{{- end }}
+{{- with include "hotspare.workerTokenVolume" . }}
+{{ . }}
+{{- end }}
+{{- end -}}
+
+{{/* (list root letter) */}}
+{{- define "hotspare.engineMounts" -}}
+{{- $root := index . 0 -}}
+{{- $letter := index . 1 -}}
+- {name: run, mountPath: /run/hotspare}
+- {name: engine-{{ $letter }}-scratch, mountPath: /tmp}
+{{- if gt (int $root.Values.worker.tensorParallelSize) 1 }}
+- {name: engine-{{ $letter }}-shm, mountPath: /dev/shm}
+{{- end }}
+{{- if ne $root.Values.model.source "embedded" }}
+- {name: model, mountPath: /models, readOnly: true}
+{{- end }}
+{{- if $root.Values.workerToken.existingSecret }}
+- {name: worker-token, mountPath: /etc/hotspare/worker-token, readOnly: true}
+{{- end }}
+{{- end -}}
+
+{{- define "hotspare.workerVolumes" -}}
+# Lock, sockets and journal. They outlive each container, and end with the pod.
+- {name: run, emptyDir: {medium: Memory, sizeLimit: 64Mi}}
+# One for each container: each has pids of its own, and files that are named by a pid would be in each other's way.
+{{- range $number := until (int .Values.worker.tensorParallelSize) }}
+- {name: {{ include "hotspare.gms" $number }}-scratch, emptyDir: {sizeLimit: {{ $.Values.worker.scratchSize | quote }}}}
+{{- end }}
+{{- range include "hotspare.engines" . | fromJsonArray }}
+- {name: engine-{{ . }}-scratch, emptyDir: {sizeLimit: {{ $.Values.worker.scratchSize | quote }}}}
+{{- if gt (int $.Values.worker.tensorParallelSize) 1 }}
+- {name: engine-{{ . }}-shm, emptyDir: {medium: Memory, sizeLimit: {{ $.Values.worker.shmSize | quote }}}}
+{{- end }}
+{{- end }}
+{{- if eq .Values.model.source "claim" }}
+- name: model
+  persistentVolumeClaim:
+    claimName: {{ .Values.model.claim.existingClaim | default (printf "%s-model" (include "hotspare.fullname" .)) | quote }}
+    readOnly: true
+{{- else if eq .Values.model.source "image" }}
+- name: model
+  image:
+    reference: {{ .Values.model.image.reference | quote }}
+    pullPolicy: {{ .Values.model.image.pullPolicy }}
+{{- end }}
+{{- with include "hotspare.workerTokenVolume" . }}
+{{ . }}
+{{- end }}
+{{- end -}}
+
 {{/* What a pod's claim for devices is made from. Its labels have no version: a new chart alone changes nothing here. */}}
 {{- define "hotspare.claim" -}}
 metadata:

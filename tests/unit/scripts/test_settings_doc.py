@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 from pathlib import Path
 from types import ModuleType
@@ -28,6 +29,15 @@ def script() -> ModuleType:
 
 def test_the_page_is_up_to_date(script: ModuleType) -> None:
     assert script.PAGE.read_text() == script.page(), "stale: run .venv/bin/python scripts/settings_doc.py"
+
+
+def test_the_chart_knows_the_names(script: ModuleType) -> None:
+    assert script.OF_CHART.read_text() == script.of_chart(), "stale: run .venv/bin/python scripts/settings_doc.py"
+    of = json.loads(script.of_chart())
+    assert script.NOT_IN_A_POD <= KNOWN
+    assert set(of["gateway"]) | set(of["worker"]) <= KNOWN - script.NOT_IN_A_POD
+    assert {"HOTSPARE_RESUME_LIMIT", "HOTSPARE_API_KEY"} <= set(of["gateway"]) - set(of["worker"])
+    assert {"HOTSPARE_DRAIN_MODE", "HOTSPARE_SIM_SEED", "HOTSPARE_GMS_CHUNK_SIZE"} <= set(of["worker"])
 
 
 def test_every_variable_is_on_the_page(script: ModuleType) -> None:
