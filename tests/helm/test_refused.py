@@ -361,12 +361,13 @@ def test_volumes_of_the_charts_own_are_not_taken(case: str) -> None:
 
 
 def test_what_may_be_added() -> None:
-    """Settings of both processes, a folder below one of the chart's, another place for a volume of it."""
+    """Settings of both processes, an upper-case annotation, a folder in one of the chart's, a volume in two places."""
     variables = ["HOTSPARE_GMS_CHUNK_SIZE", "HOTSPARE_BEAT_TIMEOUT_SECONDS", "hotspare_drain_mode", "HTTPS_PROXY"]
     env = ", ".join(f'{{"name": "{name}", "value": "1"}}' for name in variables)
     chart.template(
         "helm", "1.34",
         "--set-json", f"worker.extraEnv=[{env}]",
+        "--set", r"worker.podAnnotations.Example\.com/a=any words",
         "--set-json", 'worker.extraVolumes=[{"name": "data", "emptyDir": {}}]',
         "--set-json", 'worker.extraVolumeMounts=[{"name": "data", "mountPath": "/tmp/data"}, '
         '{"name": "run", "mountPath": "/more"}]',
