@@ -14,6 +14,7 @@ import uvloop
 from workers import cuda, engine_folder, http_server, metrics
 from workers.contract import WorkerTokenError
 from workers.engine import Engine, EngineConfigError, EngineDeadError
+from workers.engine_lock import EngineLock, EngineLockError
 from workers.engines import catalogue, fit
 from workers.exit_codes import ExitCode
 from workers.failover_lock import FailoverLockError, FlockFailoverLock
@@ -38,12 +39,13 @@ def run_engine_process(settings: EngineSettings) -> int:
     if problem:
         logger.error("%s", problem)
         return ExitCode.BAD_CONFIGURATION
-    try:
-        preload(settings)
-    except EngineConfigError as error:
-        logger.error("%s", error)
-        return ExitCode.BAD_CONFIGURATION
     with ExitStack() as stack:
+        try:
+            stack.callback(EngineLock(settings.pod_dir, settings.engine_id).close)
+            preload(settings)
+        except (EngineLockError, EngineConfigError) as error:
+            logger.error("%s", error)
+            return ExitCode.BAD_CONFIGURATION
         if settings.parent_pid is None:  # no supervisor writes of it in pod.json
             try:
                 stack.enter_context(announced(settings.pod_dir, engine_file(settings)))
