@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Container, Sequence
+import os
+import re
+from collections.abc import Container, Mapping, Sequence
 from typing import NoReturn
 
 from pydantic import AliasChoices, ValidationError
@@ -52,6 +54,8 @@ def read_settings(arguments: Sequence[str]) -> GatewaySettings:
         # As a variable that is no setting; in a flag, something that was to be there is not.
         flags = " and ".join(f"--{name.replace('_', '-')}" for name in empty)
         raise StartError(f"{flags}: the path is empty; name a file, or leave the flag out")
+    if sentences := _not_text(given):
+        raise StartError("; ".join(sentences))
     try:
         return GatewaySettings(**given)
     except ValidationError as error:
@@ -64,6 +68,15 @@ def _shown(value: object) -> str:
     """On one line, and not a long one."""
     text = str(value) if str(value).isprintable() else repr(value)
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
+
+
+def _not_text(given: Mapping[str, object]) -> list[str]:
+    """Sentences about bytes that are no UTF-8, in variables or flags: as ``gms.legible.not_text`` for other processes.
+    What was given is not repeated."""
+    named = {name: value for name, value in os.environ.items() if name.upper().startswith("HOTSPARE_")}
+    named |= {f"--{name.replace('_', '-')}": value for name, value in given.items() if isinstance(value, str)}
+    lone = re.compile("[\ud800-\udfff]")
+    return [f"{ascii(name)[1:-1]}: its bytes are no UTF-8" for name, value in named.items() if lone.search(value)]
 
 
 def _sentence(location: tuple[int | str, ...], message: str, value: object, *, flags: Container[str]) -> str:

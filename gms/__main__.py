@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 STOPS = (signal.SIGTERM, signal.SIGINT)
 EXIT_DEVICE_FAILED = 1
 EXIT_BAD_CONFIGURATION = 2
+MIN_FILES = 128
+"""Each engine's connection has some, each piece of memory one."""
 _FLAGS = {
     "socket": "PATH",
     "device": "KIND:N",
@@ -39,8 +41,11 @@ def main() -> int:
     gc.disable()  # the imports below make objects that stay: collecting among them costs a tenth of the start-up
     from pydantic import ValidationError
 
+    from gms.legible import not_text
     from gms.settings import GmsSettings
 
+    if sentences := not_text(os.environ, flags):
+        return _refuse(f"{'; '.join(sentences)}.")
     try:
         settings = GmsSettings(**{name: value for name, value in flags.items() if value is not None})
     except ValidationError as error:
@@ -55,7 +60,8 @@ def main() -> int:
     from gms import logs
 
     logs.configure(settings.log_level, settings.log_format)
-    _allow_files()
+    if problem := _allow_files():
+        return _refuse(problem)
     _make_run_dir(settings)
     gc.freeze()
     gc.enable()
@@ -109,10 +115,17 @@ def _make_run_dir(settings: GmsSettings) -> None:
             os.makedirs(run_dir, mode=0o700, exist_ok=True)
 
 
-def _allow_files() -> None:
-    """Each allocation is a descriptor; the usual soft limit of 1024 is for programs that use select()."""
+def _allow_files() -> str:
+    """Each allocation is a descriptor; the usual soft limit of 1024 is for programs that use select(). A sentence if
+    there are too few of them even so."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    if hard == resource.RLIM_INFINITY or hard >= MIN_FILES:
+        return ""
+    return (
+        f"This process may open {hard} files at a time and needs {MIN_FILES}; raise the limit "
+        "(the hard limit, ulimit -Hn)."
+    )
 
 
 def _sentence(location: tuple[int | str, ...], message: str) -> str:

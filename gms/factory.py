@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import re
 import resource
+import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -115,11 +117,14 @@ def _export(metrics: Metrics, service: MemoryService[Any], settings: GmsSettings
     place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
         return metrics.serve(host, port, service.status, asyncio.get_running_loop())
-    except OSError as error:
-        raise StartError(
-            f"Metrics cannot be served on {place}: {error.strerror or error}; choose another port with "
-            "--metrics-port (of a pod: --gms-metrics-port) or HOTSPARE_GMS_METRICS_PORT."
-        ) from error
+    except (OSError, UnicodeError) as error:
+        unknown = isinstance(error, UnicodeError | socket.gaierror)
+        if unknown or getattr(error, "errno", None) == errno.EADDRNOTAVAIL:
+            hint = "name an address of this machine with HOTSPARE_GMS_METRICS_HOST"
+        else:
+            hint = "choose another port with --metrics-port (of a pod: --gms-metrics-port) or HOTSPARE_GMS_METRICS_PORT"
+        why = getattr(error, "strerror", None) or error
+        raise StartError(f"Metrics cannot be served on {place}: {why}; {hint}.") from error
 
 
 def hasher() -> Hasher:

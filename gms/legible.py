@@ -7,6 +7,7 @@ of line and behind it what looks like a line of ours.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Final
 
 MAX_TRACE_CHARACTERS: Final = 4096
@@ -19,6 +20,22 @@ def legible(text: str) -> str:
     if text.isprintable():
         return text
     return "\n    ".join(_printable(line) for line in text.split("\n"))
+
+
+def not_text(environment: Mapping[str, str], flags: Mapping[str, object]) -> list[str]:
+    """Sentences about settings (HOTSPARE_ variables, and ``flags`` by the settings' names) whose bytes are no UTF-8:
+    Python hands those on as lone surrogates, which no log line and no JSON can hold. What was given is not repeated."""
+    named = {name: value for name, value in environment.items() if name.upper().startswith("HOTSPARE_")}
+    named |= {f"--{name.replace('_', '-')}": value for name, value in flags.items() if isinstance(value, str)}
+    return [f"{ascii(name)[1:-1]}: its bytes are no UTF-8" for name, value in named.items() if not _is_text(value)]
+
+
+def _is_text(value: str) -> bool:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def on_terminal(text: str) -> str:

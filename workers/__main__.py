@@ -13,6 +13,7 @@ from pydantic_settings import BaseSettings
 from workers.exit_codes import ExitCode
 from workers.first_process import end_when_told
 from workers.lifeline import ParentGone, die_with_parent
+from workers.limits import ENGINE_FILES, POD_FILES, too_few_files
 from workers.logs import configure_logging
 from workers.pod_commands import admin_ports, engine_settings
 from workers.settings import SECRET, EngineSettings, PodSettings, SettingsError, WorkerSettings, load_settings
@@ -31,6 +32,9 @@ def main(argv: list[str] | None = None) -> int:
         settings = read_settings(parsed)
     except SettingsError as error:
         print(f"hotspare {command}: {error}", file=sys.stderr)
+        return ExitCode.BAD_CONFIGURATION
+    if problem := too_few_files(POD_FILES if command == "pod" else ENGINE_FILES):
+        print(f"hotspare {command}: {problem}", file=sys.stderr)
         return ExitCode.BAD_CONFIGURATION
     configure_logging(form=settings.log_format, level=settings.log_level)
     end_when_told()

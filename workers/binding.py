@@ -21,6 +21,17 @@ BACKLOG: Final = 2048
 _LISTEN_STATE: Final = "0A"
 
 
+class BadHost(OSError):
+    """It is no name or address of this machine, so that no port on it can be had; the message is a sentence."""
+
+    def __init__(self, host: str, error: Exception) -> None:
+        why = getattr(error, "strerror", None) or error
+        super().__init__(
+            f"nothing can listen on the host {host!r}: {why}; name an address of this machine with --host or "
+            "HOTSPARE_HOST"
+        )
+
+
 class PortTaken(Exception):
     """Somebody else listens on the port."""
 
@@ -35,9 +46,13 @@ def bind(host: str, port: int) -> socket.socket:
 
     Raises:
         PortTaken: the port is in use.
-        OSError: anything else (no such address, no permission).
+        BadHost: there is no such address here.
+        OSError: anything else (no permission).
     """
-    infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    try:
+        infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:
+        raise BadHost(host, error) from error
     family, kind, protocol, _, address = infos[0]
     sock = socket.socket(family, kind, protocol)
     try:
@@ -50,6 +65,8 @@ def bind(host: str, port: int) -> socket.socket:
         sock.close()
         if error.errno == errno.EADDRINUSE:
             raise PortTaken(host, port) from error
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise BadHost(host, error) from error
         raise
     return sock
 

@@ -19,7 +19,7 @@ from typing import NoReturn
 from gms.client import GmsError
 from workers.active import ActiveTime
 from workers.admin import Action, AdminApp
-from workers.binding import PortTaken, bind_when_free
+from workers.binding import BadHost, PortTaken, bind_when_free
 from workers.engine import Engine, EngineConfigError, EngineDeadError, MemoryLostError
 from workers.exit_codes import ExitCode
 from workers.failed_wake import is_hopeless
@@ -116,6 +116,9 @@ class EngineLife:
         settings = self._settings
         try:
             admin_sock = await bind_when_free(settings.host, settings.admin_port, timeout_seconds=0)
+        except BadHost as error:
+            logger.error("%s", error)
+            return ExitCode.BAD_CONFIGURATION
         except (PortTaken, OSError) as error:
             logger.error(
                 "the admin port cannot be opened: %s; free it, or choose another with --admin-port or "

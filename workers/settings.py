@@ -26,6 +26,7 @@ from pydantic import (
 )
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from gms.legible import not_text
 from workers.contract import parse_worker_tokens
 from workers.engine import EngineConfigError
 from workers.engines.catalogue import find
@@ -63,6 +64,10 @@ MAX_SHADOWS = 7
 
 MIN_BEAT_TIMEOUT_SECONDS = 3 * BEAT_PERIOD_SECONDS
 """With less, one late beat of a busy machine would cost a healthy engine its life."""
+MAX_HEARTBEAT_SECONDS = 1.5
+"""A gateway waits 3.5 s for one before it suspects the worker: one may come late, or get lost."""
+MIN_STEP_SECONDS = 0.1
+"""Of what an engine does once: with less time for it no engine ever would come through."""
 KILL_MARGIN_SECONDS = 10.0
 MAX_UNIX_PATH_BYTES = 107
 """``sun_path`` holds 108 bytes with its terminating zero (unix(7))."""
@@ -138,6 +143,8 @@ def load_settings(cls: type[SettingsT], flags: dict[str, Any]) -> SettingsT:
     Raises:
         SettingsError: a value does not fit; names the variable, what is wrong and what was given.
     """
+    if sentences := not_text(os.environ, flags):
+        raise SettingsError("; ".join(sentences))
     try:
         return cls(**flags)
     except ValidationError as error:
@@ -260,7 +267,7 @@ class WorkerSettings(BaseSettings):
     """Lines for people, or one JSON object a line."""
     log_level: LogLevel = "info"
     """Least level that is logged; upper or lower case."""
-    parent_pid: int | None = None
+    parent_pid: Annotated[int, Field(gt=0)] | None = None
     """Die when this process, the parent, dies. Set by the parent on one machine; unset in a container."""
     drain_mode: Literal["handover", "wait"] = "handover"
     """What becomes of the requests of an active engine that is told to stop: ``handover``, its spare takes them over
@@ -353,27 +360,28 @@ class EngineSettings(WorkerSettings):
     """Admin ports of the pod's other engines, asked for their role: the watch says whether a spare is there."""
     capacity: Annotated[int, Field(ge=1, le=65536)] = 64
     """Most requests at a time; one more is refused, and its gateway looks elsewhere or lets it wait."""
-    heartbeat_seconds: Annotated[float, Field(gt=0, le=60)] = 1.0
-    """The watch says something at least this often."""
+    heartbeat_seconds: Annotated[float, Field(gt=0, le=MAX_HEARTBEAT_SECONDS)] = 1.0
+    """The watch says something at least this often. A gateway takes a worker for suspect that it has not heard for its
+    own ``heartbeat_timeout_seconds`` (3.5), so that two heartbeats must fit into them."""
     beat_timeout_seconds: Annotated[float, Field(ge=MIN_BEAT_TIMEOUT_SECONDS, le=3600)] = 3.0
     """The keeper kills an engine whose event loop gave no beat for this long."""
     init_beat_timeout_seconds: Annotated[float, Field(ge=MIN_BEAT_TIMEOUT_SECONDS, le=3600)] = 60.0
     """``beat_timeout_seconds`` before the engine is initialised: loading weights may hold the loop up for a while."""
-    initialize_timeout_seconds: Annotated[float, Field(gt=0, le=86400)] = 1800.0
+    initialize_timeout_seconds: Annotated[float, Field(ge=MIN_STEP_SECONDS, le=86400)] = 1800.0
     """How long an engine may take until it is parked for the first time: weights read, or another engine's waited for,
     and warmed up. One that takes longer hangs, and is ended; its keeper forks another."""
-    step_timeout_seconds: Annotated[float, Field(gt=0, le=86400)] = 120.0
+    step_timeout_seconds: Annotated[float, Field(ge=MIN_STEP_SECONDS, le=86400)] = 120.0
     """The keeper kills an engine that took no step for this long while requests run."""
-    token_timeout_seconds: Annotated[float, Field(gt=0, le=86400)] = 300.0
+    token_timeout_seconds: Annotated[float, Field(ge=MIN_STEP_SECONDS, le=86400)] = 300.0
     """An engine none of whose requests gets a token further for this long is replaced, though it makes steps."""
-    health_check_seconds: Annotated[float, Field(gt=0, le=600)] = 2.0
+    health_check_seconds: Annotated[float, Field(ge=0.05, le=600)] = 2.0
     """How often the active engine is looked at."""
     private_memory_limit_bytes: Annotated[int, Field(ge=0)] = 0
     """An engine with more memory of its own than this (the memory service's not counted) is replaced in order; 0: no
     limit."""
     self_test_seconds: Annotated[float, Field(ge=0, le=86400)] = 30.0
     """How often a parked engine tests whether it could take over; 0: never. One that fails is replaced."""
-    self_test_timeout_seconds: Annotated[float, Field(gt=0, le=600)] = 10.0
+    self_test_timeout_seconds: Annotated[float, Field(ge=MIN_STEP_SECONDS, le=600)] = 10.0
     """How long a self-test may take."""
     handover_timeout_seconds: Annotated[float, Field(gt=0, le=600)] = 5.0
     """Of a hand-over: how long the step in hand may take, and then the spare to serve. After that this engine goes on.
@@ -384,16 +392,16 @@ class EngineSettings(WorkerSettings):
     no new ones are taken, and gateways take them elsewhere."""
     bind_timeout_seconds: Annotated[float, Field(gt=0, le=60)] = 2.0
     """How long a promoted engine tries to get the serving port."""
-    wake_timeout_seconds: Annotated[float, Field(gt=0, le=600)] = 10.0
+    wake_timeout_seconds: Annotated[float, Field(ge=MIN_STEP_SECONDS, le=600)] = 10.0
     """How long a promoted engine may take to wake, beside its waits for the memory service; one that takes longer is
     ended, and the next engine has its turn."""
-    promotion_check_seconds: Annotated[float, Field(gt=0, le=60)] = 2.0
+    promotion_check_seconds: Annotated[float, Field(ge=MIN_STEP_SECONDS, le=60)] = 2.0
     """How long a promoted engine may take to answer itself over the serving port. It counts as active only then."""
     memory_timeout_seconds: Annotated[float, Field(gt=0, le=3600)] = 60.0
     """How long to wait for the memory service to do what another engine holds up: its commit of the weights."""
     memory_wait_seconds: Annotated[float, Field(ge=0, le=600)] = 15.0
     """How long to wait for room in the memory service: what a dead engine held is given back in a moment."""
-    memory_connect_seconds: Annotated[float, Field(gt=0, le=600)] = 10.0
+    memory_connect_seconds: Annotated[float, Field(ge=MIN_STEP_SECONDS, le=600)] = 10.0
     """How long to wait for the memory service to answer: it may be starting, or starting again."""
 
     model: OptionalPath = None
@@ -462,13 +470,13 @@ class PodSettings(WorkerSettings):
     without one serve none."""
     gms_memory_limit_bytes: Annotated[int, Field(ge=0)] = 0
     """Most that the memory service may hold; 0: no limit but the machine's."""
-    liveness_period_seconds: Annotated[float, Field(gt=0, le=600)] = 2.0
+    liveness_period_seconds: Annotated[float, Field(ge=0.01, le=600)] = 2.0
     """How often each engine is asked whether it lives."""
-    liveness_timeout_seconds: Annotated[float, Field(gt=0, le=600)] = 2.0
+    liveness_timeout_seconds: Annotated[float, Field(ge=MIN_STEP_SECONDS, le=600)] = 2.0
     """How long its answer may take."""
     liveness_failures: Annotated[int, Field(ge=1, le=100)] = 5
     """So many failures in a row, and the engine is killed."""
-    startup_timeout_seconds: Annotated[float, Field(gt=0, le=86400)] = 600.0
+    startup_timeout_seconds: Annotated[float, Field(ge=MIN_STEP_SECONDS, le=86400)] = 600.0
     """Liveness does not count before an engine's first answer, for at most this long."""
     kill_after_seconds: Annotated[float | None, Field(gt=0, le=172800), BeforeValidator(_unset_if_empty)] = None
     """SIGTERM to SIGKILL, if an engine does not end by itself. Unset: ``shutdown_timeout_seconds``,

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from workers.asgi import Receive, Scope, Send
-from workers.binding import PortTaken, bind, bind_when_free
+from workers.binding import BadHost, PortTaken, bind, bind_when_free
 from workers.http_server import serve_http
 from workers.ports import PortReservation
 
@@ -72,3 +72,9 @@ async def test_a_server_that_cannot_start_is_an_error() -> None:
     with pytest.raises((OSError, ValueError)):
         async with serve_http(app, sock):
             pytest.fail("it is not serving")
+
+
+@pytest.mark.parametrize("host", ["abc.invalid", "203.0.113.1", f"{'x' * 64}.invalid"])
+def test_a_host_that_is_none_of_this_machine_is_blamed_itself(host: str) -> None:
+    with pytest.raises(BadHost, match=r"nothing can listen on the host .* with --host or HOTSPARE_HOST$"):
+        bind(host, 0)

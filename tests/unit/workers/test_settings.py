@@ -224,3 +224,23 @@ def test_a_long_value_is_not_repeated_whole(monkeypatch: pytest.MonkeyPatch) -> 
         load_settings(EngineSettings, flags={})
     assert len(str(refused.value)) < 500
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("value", ["1.6", "3.5", "60"])
+def test_a_heartbeat_that_no_gateway_would_wait_for_is_refused(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("HOTSPARE_HEARTBEAT_SECONDS", value)
+    with pytest.raises(SettingsError, match=r"^HOTSPARE_HEARTBEAT_SECONDS .* less than or equal to 1.5"):
+        load_settings(EngineSettings, {})
+
+
+@pytest.mark.parametrize("name", ["WAKE_TIMEOUT_SECONDS", "PROMOTION_CHECK_SECONDS", "INITIALIZE_TIMEOUT_SECONDS"])
+def test_a_time_in_which_nothing_can_be_done_is_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    variable = f"HOTSPARE_{name}"
+    monkeypatch.setenv(variable, "0.0001")
+    with pytest.raises(SettingsError, match=rf"^{variable} .* greater than or equal to 0.1"):
+        load_settings(EngineSettings, {})
+
+
+def test_a_flag_that_is_no_text_is_refused_and_not_repeated() -> None:
+    with pytest.raises(SettingsError, match=r"^--served-model-name: its bytes are no UTF-8$"):
+        load_settings(EngineSettings, {"served_model_name": "mod\udcff"})
