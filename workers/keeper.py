@@ -34,6 +34,7 @@ from workers.first_process import bury_strays
 from workers.heartbeat import BEAT_BYTES, BeatDecoder, Stuck, Watchdog
 from workers.lifeline import die_with_parent
 from workers.probes import CrashLoop, Decision
+from workers.process_state import is_stopped
 from workers.role import READY_ROLES
 
 logger = logging.getLogger(__name__)
@@ -66,8 +67,9 @@ class _Life(msgspec.Struct, frozen=True, kw_only=True):
     """Exit code, or minus the signal's number, as in subprocess."""
     reached_standby: bool
     stuck: Stuck | None
+    began: float
+    """``time.monotonic()``, as are the next two."""
     ended: float
-    """``time.monotonic()``, as is the next."""
     killed: float | None
     """When the keeper killed it, if it did."""
 
@@ -107,7 +109,9 @@ class Keeper:
                     return self._stopped(life)
                 if life.status == ExitCode.BAD_CONFIGURATION:
                     return ExitCode.BAD_CONFIGURATION
-                verdict = crash_loop.died(time.monotonic(), reached_standby=life.reached_standby)
+                verdict = crash_loop.died(
+                    time.monotonic(), reached_standby=life.reached_standby, lived_seconds=life.ended - life.began
+                )
                 if verdict.decision is Decision.GIVE_UP:
                     logger.error(
                         "%s: giving up: it died again and again before it was ready even once (%s); "
@@ -247,8 +251,9 @@ class Keeper:
             os._exit(code)
 
     def _watch(self, pid: int, pidfd: int, beats: int, wakeup: int) -> _Life:
+        began = time.monotonic()
         watchdog = Watchdog(
-            now=time.monotonic(),
+            now=began,
             beat_timeout=self._timeouts.beat,
             init_beat_timeout=self._timeouts.init_beat,
             step_timeout=self._timeouts.step,
@@ -276,6 +281,7 @@ class Keeper:
                     status=os.waitstatus_to_exitcode(status),
                     reached_standby=reached_standby,
                     stuck=stuck,
+                    began=began,
                     ended=now,
                     killed=killed,
                 )
@@ -285,7 +291,7 @@ class Keeper:
                 told = self._stops
                 watchdog.told_to_stop(now=now, end_timeout=self._timeouts.end)
                 os.kill(pid, signal.SIGTERM if told == 1 else signal.SIGKILL)
-            if stuck is None and (stuck := watchdog.look(now=now, stopped=told > 0 and _is_stopped(pid))):
+            if stuck is None and (stuck := watchdog.look(now=now, stopped=told > 0 and is_stopped(pid))):
                 logger.error("%s: killing the engine (pid %d): %s", self._name, pid, stuck.value)
                 killed = time.monotonic()
                 os.kill(pid, signal.SIGKILL)
@@ -299,15 +305,6 @@ def _pidfd_of(pid: int) -> int:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         raise
-
-
-def _is_stopped(pid: int) -> bool:
-    """Whether a child does not run because of SIGSTOP or the like (proc(5), state T)."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
-    except OSError:
-        return False
-    return stat.rpartition(b")")[2].split()[0] == b"T"
 
 
 def _describe(life: _Life) -> str:

@@ -6,28 +6,17 @@ It says nothing to anybody, so that the supervisor has to look.
 
 from __future__ import annotations
 
-from pathlib import Path
-
-PROC = Path("/proc")
+from workers.process_state import PROC, STOPPED, TRACED, ZOMBIE, state_of
 
 
 def why_not_forking(pid: int) -> str | None:
     """What keeps the keeper ``pid`` from forking, a sentence; None: nothing that can be seen. A dead child that is seen
     for one look only is one that it is about to reap."""
-    state = _state(pid)
-    if state in ("T", "t"):
+    if state_of(pid) in (STOPPED, TRACED):
         return f"its keeper (process {pid}) is stopped"
     try:
         children = (PROC / f"{pid}/task/{pid}/children").read_text().split()
     except OSError:
         return None  # gone, which its supervisor hears otherwise
-    dead = [child for child in children if _state(int(child)) == "Z"]
+    dead = [child for child in children if state_of(int(child)) == ZOMBIE]
     return f"its keeper (process {pid}) does not see that its engine (process {dead[0]}) is dead" if dead else None
-
-
-def _state(pid: int) -> str:
-    """One letter; empty if there is no such process."""
-    try:
-        return (PROC / f"{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return ""

@@ -68,15 +68,18 @@ class Sighting(msgspec.Struct, frozen=True, kw_only=True):
     """Nobody listens, and yet the supervised process lives: its keeper is about to fork the next engine."""
     stuck: bool = False
     """The supervised process forks none: it is stopped, or leaves the dead one unreaped."""
+    stopped: bool = False
+    """The supervised process does not run (SIGSTOP): time passes, and it starts nothing in it."""
 
 
 class Liveness:
     """Whether one process must be killed, from the results of its liveness probe.
 
     A starting process is not a hung one: while an engine initialises, silence does not count, for at most
-    ``startup_seconds``. Behind one keeper engines follow each other; each of them gets this time anew, from when the
-    probe first sees that there is another one (its pid). Between two there may be none (the port refuses), for at most
-    ``REFORK_SECONDS``. Make a new one for each start of the process that is supervised.
+    ``startup_seconds``, unless the process is stopped and so starts nothing. Behind one keeper engines follow each
+    other; each of them gets this time anew, from when the probe first sees that there is another one (its pid). Between
+    two there may be none (the port refuses), for at most ``REFORK_SECONDS``. Make a new one for each start of the
+    process that is supervised.
     """
 
     def __init__(self, *, started: float, startup_seconds: float, failures: int) -> None:
@@ -106,6 +109,8 @@ class Liveness:
             self._starting = self._starting and seen.initialising
             self._threshold.observe(True)
             return LivenessVerdict.KEEP
+        if seen.stopped:
+            return LivenessVerdict.KEEP if self._threshold.observe(False) else LivenessVerdict.KILL_SILENT
         if self._starting and now < self._deadline:
             return LivenessVerdict.KEEP
         if not self.answered:
@@ -135,6 +140,10 @@ class Backoff:
         self._reset = reset_seconds
         self._next = 0.0
 
+    def forget(self) -> None:
+        """Start the count over."""
+        self._next = 0.0
+
     def died(self, *, lived_seconds: float) -> float:
         """Seconds to wait now, given how long the process lived."""
         if lived_seconds >= self._reset:
@@ -156,13 +165,21 @@ class Verdict(msgspec.Struct, frozen=True):
     delay_seconds: float = 0.0
 
 
+QUICK_LIFE_SECONDS: Final = 2.0
+"""An engine that lived this long after its fork is followed at once, however often that happens."""
+QUICK_MAXIMUM_SECONDS: Final = 3.0
+"""With it and a start there is a spare again within 5 s."""
+
+
 class CrashLoop:
     """Whether an engine that died is worth forking again, and when.
 
     ``limit`` deaths within ``window_seconds``, each before the engine reached STANDBY, mean that it cannot start:
     give up. Until then such an engine is started again at once the first time, and after a wait that doubles the next
     times. Any other death is restarted at once, for a spare that is missing is the one thing the pod cannot afford. An
-    engine that got as far as STANDBY proves that it can start, so it clears the count.
+    engine that got as far as STANDBY proves that it can start, so it clears the count. Only one that again and again
+    dies within ``QUICK_LIFE_SECONDS`` of its fork waits before the next, at most ``QUICK_MAXIMUM_SECONDS``: such deaths
+    would load the machine with nothing but forks, and each promotion among them costs an epoch.
     """
 
     def __init__(
@@ -180,15 +197,23 @@ class CrashLoop:
         self._backoff = Backoff(
             initial_seconds=initial_seconds, maximum_seconds=maximum_seconds, reset_seconds=window_seconds
         )
+        self._quick = Backoff(
+            initial_seconds=initial_seconds,
+            maximum_seconds=min(maximum_seconds, QUICK_MAXIMUM_SECONDS),
+            reset_seconds=QUICK_LIFE_SECONDS,
+        )
         self._last = -math.inf
 
-    def died(self, now: float, *, reached_standby: bool) -> Verdict:
-        """Take one death in."""
+    def died(self, now: float, *, reached_standby: bool, lived_seconds: float = math.inf) -> Verdict:
+        """Take one death in, ``lived_seconds`` after the fork."""
         since_last, self._last = now - self._last, now
         if reached_standby:
             self._deaths.clear()
             self._last = -math.inf
-            return Verdict(Decision.RESTART)
+            if lived_seconds >= QUICK_LIFE_SECONDS:
+                self._quick.forget()
+                return Verdict(Decision.RESTART)
+            return Verdict(Decision.RESTART, self._quick.died(lived_seconds=lived_seconds))
         self._deaths.append(now)
         full = len(self._deaths) == self._deaths.maxlen
         if full and now - self._deaths[0] <= self._window:

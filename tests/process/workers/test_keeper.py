@@ -86,6 +86,8 @@ def engine(fd, restarts):
             os.write(fd, encode_beat(Beat(1 if stuck_in_step else steps, stuck_in_step, Role.STANDBY)))
         steps += 1
         time.sleep(0.02)
+        if behaviour == "ready and dead" and steps == 5:
+            return 1
         if steps == 3:
             (runtime_dir / "socket").touch()
             print("ready", flush=True)
@@ -209,6 +211,15 @@ def test_a_crash_loop_backs_off_and_gives_up(kept: Kept, code: int) -> None:
     assert sum("forked as " in line for line in lines) == 5
     assert "forking the next one in" in output
     assert "giving up" in lines[-1]
+
+
+@pytest.mark.parametrize("kept", ["ready and dead"], indirect=True)
+def test_one_that_dies_again_and_again_as_soon_as_it_is_ready_is_not_forked_without_a_pause(kept: Kept) -> None:
+    assert kept.engine()
+    assert kept.line("forking the next one").endswith("forking the next one")
+    kept.line("forking the next one in 0.5 s")
+    kept.line("forking the next one in 1 s")
+    assert kept.process.poll() is None
 
 
 @pytest.mark.parametrize("kept", ["misconfigured"], indirect=True)

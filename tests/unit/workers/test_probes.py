@@ -237,3 +237,35 @@ def test_crash_loop_with_a_limit_of_one_gives_up_at_once() -> None:
 def test_crash_loop_refuses_limits_that_make_no_sense(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="crash loop"):
         CrashLoop(**wrong)
+
+
+def test_one_that_is_stopped_starts_nothing_however_long_it_may_take() -> None:
+    probe = Liveness(started=0.0, startup_seconds=600.0, failures=3)
+    stopped = Sighting(ok=False, stopped=True)
+    assert [probe.observe(stopped, now=float(now)) for now in range(3)] == [KEEP, KEEP, SILENT]
+
+
+def test_one_that_was_stopped_for_a_moment_goes_on_starting() -> None:
+    probe = Liveness(started=0.0, startup_seconds=600.0, failures=3)
+    for now in range(2):
+        probe.observe(Sighting(ok=False, stopped=True), now=float(now))
+    assert probe.observe(FAILED, now=3.0) is KEEP
+    assert probe.observe(alive(7), now=4.0) is KEEP
+    assert [probe.observe(FAILED, now=float(now)) for now in (5, 6)] == [KEEP, KEEP]
+
+
+def quick(*lives: float) -> list[float]:
+    """The waits after lives of an engine that each time was ready."""
+    loop = CrashLoop()
+    return [
+        loop.died(float(at), reached_standby=True, lived_seconds=lived).delay_seconds for at, lived in enumerate(lives)
+    ]
+
+
+def test_an_engine_that_dies_at_once_again_and_again_waits_also_after_it_was_ready() -> None:
+    assert quick(*[0.3] * 7) == [0.0, 0.5, 1.0, 2.0, 3.0, 3.0, 3.0]
+
+
+def test_one_that_is_killed_every_few_seconds_never_waits() -> None:
+    assert quick(*[3.0] * 50) == [0.0] * 50
+    assert quick(0.3, 3.0, 0.3, 3.0) == [0.0] * 4
