@@ -214,9 +214,16 @@ class Child:
 
     def terminate(self) -> None:
         """SIGTERM to the process. It may have ended already."""
+        self._send(signal.SIGTERM)
+
+    def resume(self) -> None:
+        """SIGCONT to the process: without it one that is stopped hears of nothing."""
+        self._send(signal.SIGCONT)
+
+    def _send(self, number: signal.Signals) -> None:
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._pidfd, signal.SIGTERM)
+                signal.pidfd_send_signal(self._pidfd, number)
 
     def kill(self) -> None:
         """SIGKILL to the whole process group. Harmless once it was reaped."""

@@ -8,6 +8,7 @@ the same time and wait for nobody; engines try the memory service's socket until
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -39,6 +40,7 @@ from workers.pod_commands import (
 from workers.pod_files import EngineRecord, MemoryServiceRecord, PodFolder, PodFolderError, PodRecord
 from workers.pod_plan import Action, Deadline, Kill, Phase, PodPlan, Start, Terminate
 from workers.probes import Liveness, LivenessVerdict, Sighting
+from workers.process_state import is_stopped, parent_of
 from workers.settings import PodSettings
 from workers.tasks import told_of_failure
 from workers.threads import in_daemon_thread
@@ -54,6 +56,10 @@ FOLDER_LOOK_SECONDS: Final = 1.0
 """Between two looks at whether the pod's folder is as it was."""
 _ALIVE: Final = frozenset({ErrorCode.TOO_MANY, ErrorCode.BUSY})
 """Answers of a memory service that has more to do than it can: killing it would help nobody."""
+STOPPED_LOOKS: Final = 3
+"""So many looks in a row at a process that is stopped while its pod ends, ``STOPPED_LOOK_SECONDS`` apart, and it is
+killed."""
+STOPPED_LOOK_SECONDS: Final = 1.0
 SERVICE_PROBE_SECONDS: Final = 1.0
 SERVICE_PROBE_FAILURES: Final = 3
 SERVICE_START_SECONDS: Final = 10.0
@@ -145,6 +151,8 @@ class PodSupervisor:
         self._events: asyncio.Queue[_Event] = asyncio.Queue()
         self._children: dict[str, Child] = {}
         self._probes: dict[str, asyncio.Task[None]] = {}
+        self._told = asyncio.Event()
+        """To stop."""
         self._looking: asyncio.Task[None] | None = None
         """After the pod's folder."""
         self._sink: LogSink | None = None
@@ -188,8 +196,19 @@ class PodSupervisor:
         self._begin_looking()
         while not self._plan.finished:
             event = await self._events.get()
-            self._perform(self._handle(event))
+            actions = self._handle(event)
+            if self._plan.phase is not Phase.RUNNING:
+                self._begin_to_stop()
+            self._perform(actions)
             self._bury_strays()
+
+    def _begin_to_stop(self) -> None:
+        """What somebody has stopped (SIGSTOP) is to hear that it shall end, and the engines need the memory service."""
+        if self._told.is_set():
+            return
+        self._told.set()
+        for child in self._children.values():
+            child.resume()
 
     def _bury_strays(self) -> None:
         bury_strays([child.pid for child in self._children.values()])
@@ -203,10 +222,12 @@ class PodSupervisor:
                 return self._handle_end(name, pid)
             case _Hung(name, pid, why):
                 child = self._children.get(name)
-                if child is None or child.pid != pid or self._plan.phase is not Phase.RUNNING:
+                if child is None or child.pid != pid:
                     return []
-                logger.error("%s is not alive: %s", name, why)
-                return [Kill(name)]
+                actions = self._plan.hung(name)
+                if actions:
+                    logger.error("%s is not alive: %s", name, why)
+                return actions
             case _Failed(what, pid, error):
                 self._begin_anew(what, pid, error)
                 return []
@@ -245,10 +266,10 @@ class PodSupervisor:
             logger.error(
                 "the pod cannot start with this configuration; %s says: %s", name, complaint or "nothing (see above)"
             )
+        elif was_running and code == ExitCode.DRAINED:
+            logger.info("%s was told to stop, and is started again%s", name, _when(actions))
         elif was_running:
-            delay = next((action.delay_seconds for action in actions if isinstance(action, Start)), 0.0)
-            when = f"in {delay:g} s" if delay else "at once"
-            logger.warning("%s is gone (%s) and is started again %s", name, _describe(code), when)
+            logger.warning("%s is gone (%s) and is started again%s", name, _describe(code), _when(actions))
         else:
             logger.info("%s has ended (%s)", name, _describe(code))
         return actions
@@ -311,7 +332,11 @@ class PodSupervisor:
         return task
 
     async def _probe(self, name: str, pid: int, started: float) -> None:
-        """Ask one life of a process whether it is alive, until it is not."""
+        """Ask one life of a process whether it is alive, until it is not.
+
+        While the pod stops, one that is stopped itself (SIGSTOP) has a few looks, for no drain goes on in it; one that
+        runs and is silent may be giving back what it holds, for which engines have ``engine_shutdown_seconds``.
+        """
         settings = self._settings
         host = reachable(settings.host)
         startup, period, failures = (
@@ -320,24 +345,45 @@ class PodSupervisor:
             else (settings.startup_timeout_seconds, settings.liveness_period_seconds, settings.liveness_failures)
         )
         liveness = Liveness(started=started, startup_seconds=startup, failures=failures)
-        told_ready = False
+        told_ready, stopped, silent_since = False, 0, 0.0
         while True:
-            await asyncio.sleep(period)
+            await self._until_next_look(period)
+            stopping = self._told.is_set()
+            stopped = stopped + 1 if is_stopped(pid) else 0
+            if stopping and stopped:
+                if stopped >= STOPPED_LOOKS:
+                    self._events.put_nowait(_Hung(name, pid, "it is stopped (SIGSTOP), and is to end"))
+                    return
+                continue
             if device := self._services.get(name):
                 why, seen = await self._ask_service(device)
             else:
                 why, seen = await self._ask_if_alive(host, self._admin_ports[name])
                 if seen.refused and (obstacle := why_not_forking(pid)) is not None:
                     why, seen = obstacle, msgspec.structs.replace(seen, stuck=True)
-                if seen.ok and not seen.initialising and not told_ready:
+                if seen.ok and not seen.initialising and not told_ready and pid in (seen.pid, parent_of(seen.pid)):
                     told_ready = True
                     self._events.put_nowait(_Ready(name))
-            verdict = liveness.observe(seen, now=time.monotonic())
-            if verdict is not LivenessVerdict.KEEP:
+            now = time.monotonic()
+            verdict = liveness.observe(msgspec.structs.replace(seen, stopped=stopped > 0), now=now)
+            if verdict is LivenessVerdict.KEEP:
+                silent_since = 0.0
+            elif stopping and now - (silent_since := silent_since or now) < settings.engine_shutdown_seconds:
+                continue
+            else:
                 if verdict is LivenessVerdict.KILL_NEVER_STARTED:
                     why = f"it was not alive within {liveness.allowed_seconds:g} s ({why})"
                 self._events.put_nowait(_Hung(name, pid, why))
                 return
+
+    async def _until_next_look(self, period: float) -> None:
+        """A stop is a reason to look at once, and then more often."""
+        if self._told.is_set():
+            await asyncio.sleep(min(period, STOPPED_LOOK_SECONDS))
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(period):
+                await self._told.wait()
 
     async def _ask_if_alive(self, host: str, port: int) -> tuple[str, Sighting]:
         """``/live`` of one engine, and what is wrong with the answer."""
@@ -467,6 +513,11 @@ class PodSupervisor:
                 return " at once"
             case _:
                 return " already"
+
+
+def _when(actions: Sequence[Action]) -> str:
+    delay = next((action.delay_seconds for action in actions if isinstance(action, Start)), 0.0)
+    return f" in {delay:g} s" if delay else " at once"
 
 
 def _describe(code: int) -> str:

@@ -28,6 +28,8 @@ SERVICE_RESTART_MAXIMUM_SECONDS: Final = 1.0
 RESTART_SETTLED_SECONDS: Final = 2.0
 """So is one that got this far and was killed, for what ailed it need not be in it. What ends by itself waits."""
 
+_TOLD: Final = frozenset({ExitCode.DRAINED, ExitCode.FORCED})
+"""How an engine's process ends that somebody told to; the memory service knows the first of them only."""
 _GAVE_UP: Final = frozenset({ExitCode.BAD_CONFIGURATION, ExitCode.ENGINE_DEAD, ExitCode.MEMORY_SERVICE_LOST})
 
 
@@ -158,13 +160,22 @@ class PodPlan:
                 self.exit_code = ExitCode(code)
                 return self._stop_engines()
         lived = now - process.started
-        ended_by_others = code < 0 or (name in self._services and code == 0)  # by a signal, deadly or not
+        told = code in _TOLD and (name in self._engines or code == ExitCode.DRAINED)
+        ended_by_others = code < 0 or told  # by a signal, deadly or not
         if ended_by_others and lived >= RESTART_SETTLED_SECONDS:
             return [Start(name)]
         delay = process.backoff.died(lived_seconds=lived)
         if code == ExitCode.BAD_CONFIGURATION:
             delay = max(delay, RESTART_INITIAL_SECONDS)  # at once it would only end the same way
         return [Start(name, delay)]
+
+    def hung(self, name: str) -> list[Action]:
+        """A process shows no sign of life, or, in a stop, is not run so that it never hears of it."""
+        if self.phase in (Phase.KILLING, Phase.STOPPED) or not self._processes[name].alive:
+            return []
+        if self.phase is not Phase.RUNNING:
+            self.exit_code = ExitCode.FORCED
+        return [Kill(name)]
 
     def stop(self) -> list[Action]:
         """A signal came: stop in order, or, when that is under way already, at once."""

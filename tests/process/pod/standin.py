@@ -18,6 +18,8 @@ from types import FrameType
 
 from workers.lifeline import die_with_parent
 
+TOLD: list[int] = []
+
 
 def main() -> None:
     parser = argparse.ArgumentParser()
@@ -30,6 +32,8 @@ def main() -> None:
     parser.add_argument("--exit-after", type=int, default=10**9, help="... but only up to this life, see --lives")
     parser.add_argument("--lives", help="a file that gets a byte for each life")
     parser.add_argument("--ignore-term", action="store_true")
+    parser.add_argument("--stop-on-term", action="store_true", help="be stopped (SIGSTOP) instead of ending")
+    parser.add_argument("--silent-on-term", action="store_true", help="run on, and answer nothing any more")
     parser.add_argument(
         "--grandchild",
         action="store_true",
@@ -48,7 +52,9 @@ def main() -> None:
         print(options.say, flush=True)
     if options.exit is not None and life <= options.exit_after:
         sys.exit(options.exit)
-    signal.signal(signal.SIGTERM, ignored if options.ignore_term else ended)
+    signal.signal(signal.SIGTERM, ignored if options.ignore_term or options.silent_on_term else ended)
+    if options.stop_on_term:
+        signal.signal(signal.SIGTERM, stopped)
     if options.grandchild and life == 1:
         child = subprocess.Popen([sys.executable, "-c", "import signal; signal.alarm(60); signal.pause()"])
         print(f"grandchild {child.pid}", flush=True)
@@ -67,7 +73,7 @@ def main() -> None:
         connection.recv(4096)
         print("asked", flush=True)
         body = next(bodies, None)
-        if body is None:
+        if body is None or (options.silent_on_term and TOLD):
             kept.append(connection)  # whoever asked waits
             continue
         with connection:
@@ -89,7 +95,12 @@ def ended(number: int, frame: FrameType | None) -> None:
 
 
 def ignored(number: int, frame: FrameType | None) -> None:
+    TOLD.append(number)
     os.write(1, b"term ignored\n")
+
+
+def stopped(number: int, frame: FrameType | None) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 if __name__ == "__main__":

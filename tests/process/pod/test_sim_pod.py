@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.process.pod.sim_pods import COUNT, PROMPT, SimPod, supervised
-from tests.support.processes import MS, gone, state_of, until, until_role
+from tests.support.processes import MS, gone, running, state_of, until, until_role
 from workers.engines.sim.tokens import expected_text
 
 pytestmark = pytest.mark.process
@@ -83,6 +83,18 @@ def test_nothing_outlives_a_killed_supervisor(pod: SimPod, tmp_path: Path) -> No
         pids = [active["pid"], active["keeper_pid"], parked["pid"], parked["keeper_pid"], pod.record()["gms"]["pid"]]
         os.kill(process.pid, signal.SIGKILL)
         assert all(gone(pid, within=5000 * MS) for pid in pids)
+
+
+def test_a_pod_whose_ports_another_pod_has_ends(pod: SimPod, tmp_path: Path) -> None:
+    """Engines answer at its admin ports, and none of them is its own."""
+    with supervised(pod, tmp_path):
+        pod.until_pair()
+        others = {**pod.settings, "HOTSPARE_RUN_DIR": str(tmp_path / "another")}
+        others["HOTSPARE_LIVENESS_PERIOD_SECONDS"] = "0.02"
+        with running("another", "workers", "pod", log_dir=tmp_path, env=others) as another:
+            assert another.wait() == 2
+        assert "the admin port cannot be opened" in another.output()
+        assert pod.complete()
 
 
 def test_settings_that_no_engine_can_start_with_end_the_pod(pod: SimPod, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import psutil
@@ -241,6 +242,45 @@ def test_an_engine_that_does_not_go_is_killed_in_the_end(start_pod: StartPod) ->
     assert pod.said(r"engine-a has ended \(killed by SIGKILL\)")
     assert pod.said(r"gms has ended \(exit code 0\)")
     assert all(gone(pid) for pid in pids)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_was_stopped_hears_that_the_pod_ends(start_pod: StartPod, name: str) -> None:
+    pod = start_pod()
+    pids = {each: pod.until_up(each) for each in NAMES}
+    os.kill(pids[name], signal.SIGSTOP)
+    pod.process.signal(signal.SIGTERM)
+    assert pod.process.wait() == 0
+    assert pod.said(rf"^pod-0/{name} term \d+$")
+
+
+def test_what_is_stopped_while_the_pod_ends_is_killed_within_seconds(start_pod: StartPod) -> None:
+    """It has a quarter of an hour for a drain, and drains nothing."""
+    pod = start_pod(a=["--stop-on-term"], HOTSPARE_LIVENESS_PERIOD_SECONDS="600")
+    pids = [pod.until_up(name) for name in NAMES]
+    pod.process.signal(signal.SIGTERM)
+    assert pod.process.wait(seconds=15_000 * MS) == 70
+    assert pod.said(r"engine-a is not alive: it is stopped \(SIGSTOP\), and is to end")
+    assert pod.said(r"gms has ended \(exit code 0\)")
+    assert all(gone(pid) for pid in pids)
+
+
+def test_what_is_silent_while_the_pod_ends_has_the_time_of_its_shut_down(
+    start_pod: StartPod, live_ports: tuple[int, int]
+) -> None:
+    pod = start_pod(
+        a=["--live-port", str(live_ports[0]), "--silent-on-term"],
+        HOTSPARE_LIVENESS_TIMEOUT_SECONDS=str(100 * MS),
+        HOTSPARE_ENGINE_SHUTDOWN_SECONDS="2",
+    )
+    pod.until_said("^pod-0/engine-a asked$", times=2)
+    pod.until_up("engine-b")
+    pod.process.signal(signal.SIGTERM)
+    pod.until_said("engine-a term ignored")
+    told = time.monotonic()
+    assert pod.process.wait(seconds=15_000 * MS) == 70
+    assert time.monotonic() - told > 2
+    assert pod.said("engine-a is not alive: no answer from")
 
 
 def test_a_memory_service_that_does_not_go_is_killed_too(start_pod: StartPod) -> None:

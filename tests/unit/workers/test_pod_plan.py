@@ -260,3 +260,34 @@ def test_what_once_was_ready_is_never_given_up() -> None:
     for name in ("a", "b", "gms"):
         assert made.exited(name, ExitCode.BAD_CONFIGURATION, now=200.0) == [Start(name, 1.0)]
     assert made.phase is Phase.RUNNING
+
+
+def test_a_start_that_was_asked_for_does_not_wait_for_earlier_failures() -> None:
+    made = plan()
+    for at in range(6):
+        made.started("a", now=at * 40.0)
+        (failed,) = made.exited("a", ExitCode.ENGINE_DEAD, now=at * 40.0 + 10)
+    assert failed == Start("a", 16.0)
+    made.started("a", now=300.0)
+    assert made.exited("a", ExitCode.DRAINED, now=310.0) == [Start("a")]
+
+
+def test_an_engine_that_ends_in_order_again_and_again_before_it_has_settled_waits() -> None:
+    made = plan()
+    waits = []
+    for at in range(3):
+        made.started("a", now=float(at))
+        (start,) = made.exited("a", ExitCode.DRAINED, now=at + 0.5)
+        waits.append(start.delay_seconds)
+    assert waits == [0.0, 1.0, 2.0]
+
+
+def test_what_hangs_is_killed_also_while_the_pod_stops_and_that_is_no_orderly_end() -> None:
+    made = plan()
+    assert made.hung("a") == [Kill("a")]
+    assert made.exit_code is ExitCode.DRAINED
+    made.stop()
+    assert made.hung("a") == [Kill("a")]
+    assert made.exit_code is ExitCode.FORCED
+    made.stop()
+    assert made.hung("a") == []
