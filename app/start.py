@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from app.arguments import read_settings
 from app.exit_codes import BAD_CONFIGURATION
-from app.processes.announcement import announced, withdraw
+from app.processes.announcement import announced
 from app.processes.kernel import die_with_parent, have_strays_buried, raise_file_limit
 from app.processes.listener import BACKLOG, bind
 from app.processes.stop_signals import leave_if_stopped
@@ -36,7 +36,7 @@ def run(settings: GatewaySettings, arguments: Sequence[str]) -> int:
             if settings.processes > 1:
                 return supervise(settings, listener, arguments)
             have_strays_buried()
-            return serve(settings, listener, on_forced_exit=lambda: withdraw(announcement))
+            return serve(settings, listener, on_forced_exit=announcement.withdraw)
 
 
 def supervise(settings: GatewaySettings, listener: socket.socket, arguments: Sequence[str]) -> int:

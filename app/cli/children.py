@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+from workers.process_state import is_stopped
+
 READ_BYTES: Final = 64 * 1024
 MAX_LINE_BYTES: Final = 16 * 1024
 
@@ -44,6 +46,8 @@ class Child:
         self._pidfd = os.pidfd_open(self._process.pid)  # not reaped yet, so the number is still its own
         self._reading = os.open(log, os.O_RDONLY | os.O_CLOEXEC)
         self._rest = b""
+        self._copy = -1
+        """Of a log that was removed: where a new one is."""
 
     @property
     def pid(self) -> int:
@@ -58,6 +62,16 @@ class Child:
         if self.running:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, number)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it does not run because of SIGSTOP or the like."""
+        return self.running and is_stopped(self.pid)
+
+    def terminate(self) -> None:
+        """SIGTERM, and SIGCONT, without which one that is stopped would not hear of it."""
+        self.signal(signal.SIGTERM)
+        self.signal(signal.SIGCONT)
 
     async def ended(self) -> int:
         """Wait for the end; exit code, or minus the signal's number. For one waiter at a time."""
@@ -78,11 +92,35 @@ class Child:
         over = not self.running
         while data := os.read(self._reading, READ_BYTES):
             self._rest += data
+            self._keep(data)
         *lines, self._rest = self._rest.split(b"\n")
         if (over or len(self._rest) > MAX_LINE_BYTES) and self._rest:
             lines.append(self._rest)
             self._rest = b""
         return [line.decode("utf-8", "replace") for line in lines]
+
+    def restore_log(self) -> None:
+        """Somebody removed the log: have another one there, with what it held. The process writes on into the old one,
+        so that each further line gets into the new one when it is read.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        if self.log.exists():
+            return
+        if self._copy >= 0:
+            os.close(self._copy)
+            self._copy = -1
+        self._copy = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        read, at = os.lseek(self._reading, 0, os.SEEK_CUR), 0
+        while data := os.pread(self._reading, min(READ_BYTES, read - at), at):
+            os.write(self._copy, data)
+            at += len(data)
+
+    def _keep(self, data: bytes) -> None:
+        if self._copy >= 0:
+            with contextlib.suppress(OSError):
+                os.write(self._copy, data)
 
     def reap(self) -> int:
         """Wait for the end, without a loop: for a child that was killed."""
@@ -92,3 +130,5 @@ class Child:
         """Give the descriptors back; for a child that has ended."""
         os.close(self._pidfd)
         os.close(self._reading)
+        if self._copy >= 0:
+            os.close(self._copy)

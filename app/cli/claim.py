@@ -53,9 +53,29 @@ class RunDirClaim:
     ) -> None:
         if self._rotated and not self.keep_logs:
             self._take_logs_back()
-        (self.run_dir / LOCK_FILE).unlink(missing_ok=True)  # while it is held: see _lock
+        with contextlib.suppress(OSError):
+            if _is_at(self._fd, self.run_dir / LOCK_FILE):  # and not another one's, after somebody removed ours
+                (self.run_dir / LOCK_FILE).unlink()  # while it is held: see _lock
         os.close(self._fd)
         self._unmake()
+
+    def restore(self) -> bool:
+        """Have the lock and the folder of the logs there again if somebody has removed them; whether that was needed.
+
+        Raises:
+            CliError: they cannot be made, or another ``up`` is there by now.
+        """
+        try:
+            if _is_at(self._fd, self.run_dir / LOCK_FILE) and self.logs.is_dir():
+                return False
+            self.logs.mkdir(mode=0o700, parents=True, exist_ok=True)
+            os.chmod(self.run_dir, 0o700)
+            if not _is_at(self._fd, self.run_dir / LOCK_FILE):
+                old, self._fd = self._fd, self._lock()
+                os.close(old)
+        except OSError as error:
+            raise _unusable(self.run_dir, error) from error
+        return True
 
     @property
     def logs(self) -> Path:
@@ -143,6 +163,12 @@ class RunDirClaim:
                 os.close(fd)
                 raise
             os.close(fd)
+
+
+def _is_at(fd: int, path: Path) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(os.stat(path), os.fstat(fd))
+    return False
 
 
 def _previous(log: Path) -> Path:

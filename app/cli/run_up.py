@@ -64,7 +64,7 @@ def run_up(options: UpOptions, environment: Mapping[str, str], *, began: float) 
         try:
             import asyncio
 
-            return asyncio.run(_watch(options, starter, environment, early, began))
+            return asyncio.run(_watch(options, starter, claim, environment, early, began))
         except CliError as error:
             claim.keep_logs = error.code != ExitCode.BAD_CONFIGURATION  # the sentence says it all
             raise
@@ -132,7 +132,12 @@ def _die_with_parent(environment: Mapping[str, str]) -> None:
 
 
 async def _watch(
-    options: UpOptions, starter: Starter, environment: Mapping[str, str], early: list[int], began: float
+    options: UpOptions,
+    starter: Starter,
+    claim: RunDirClaim,
+    environment: Mapping[str, str],
+    early: list[int],
+    began: float,
 ) -> int:
     from app.cli.screen import open_screen
     from app.cli.up import Up
@@ -145,5 +150,6 @@ async def _watch(
             limits=limits_from(environment),
             began=began,
             environment=environment,
+            claim=claim,
         )
         return await up.run(early)

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Final, NamedTuple
 
 from app.cli.children import Child
-from app.cli.claim import LOGS
+from app.cli.claim import LOGS, RunDirClaim
 from app.cli.door import client_key, key_in_a_shell
 from app.cli.errors import CliError
 from app.cli.news import PodNews
@@ -37,6 +37,12 @@ ROUTES_LOOK_SECONDS: Final = 0.03
 ROUTING_SECONDS: Final = 60.0
 """When every pod has an active engine, the gateway finds it within a second; ``Limits.start`` is for the rest."""
 CONVERSION_STOP_SECONDS: Final = 5.0
+NAMING_SECONDS: Final = 3.0
+"""A stop that takes longer says what it waits for."""
+STOPPED_LOOKS: Final = 3
+"""So many looks in a row at a process that is stopped although it is to end, and it is killed."""
+STOPPED_LOOK_SECONDS: Final = 1.0
+FOLDER_LOOK_SECONDS: Final = 1.0
 MODEL_STEP: Final = "model: conversion of the embedded SmolLM2"
 GATEWAY_STEP: Final = "gateway"
 ROUTES_STEP: Final = "gateway routes to every pod"
@@ -62,8 +68,10 @@ class Up:
         limits: Limits,
         began: float,
         environment: Mapping[str, str],
+        claim: RunDirClaim | None = None,
     ) -> None:
-        """``began`` is when the command was given, in seconds of the monotonic clock."""
+        """``began`` is when the command was given, in seconds of the monotonic clock; ``claim`` is looked after."""
+        self._claim = claim
         self._environment = environment
         self._certificate = environment.get("HOTSPARE_TLS_CERTIFICATE") or None
         self._options = options
@@ -93,6 +101,7 @@ class Up:
                 self._signalled()
             async with asyncio.TaskGroup() as group:
                 logs = group.create_task(self._read_logs())
+                folder = group.create_task(self._look_after_folder())
                 watching = group.create_task(self._watch_while_it_goes())
                 try:
                     ending = await self._end
@@ -102,6 +111,7 @@ class Up:
                 await asyncio.wait({watching})  # it waits for the same children that are about to be stopped
                 code = await self._stop(ending)
                 logs.cancel()
+                folder.cancel()
         self._voice.read_logs(self._starter.children)
         if ending.error is not None:
             raise ending.error
@@ -272,6 +282,27 @@ class Up:
             self._voice.read_logs(self._starter.children)
             await asyncio.sleep(STARTING_LOOK_SECONDS)
 
+    async def _look_after_folder(self) -> None:
+        """Somebody may remove the run folder: what is in it is written again by whoever has written it."""
+        complaint = ""
+        while self._claim is not None:
+            await asyncio.sleep(FOLDER_LOOK_SECONDS)
+            try:
+                removed = self._claim.restore()
+                for child in self._starter.children:
+                    child.restore_log()
+            except (CliError, OSError) as error:
+                if str(error) != complaint:
+                    self._voice.say(complaint := str(error), style="red")
+                continue
+            complaint = ""
+            if removed:
+                self._voice.say(
+                    f"somebody removed {self._options.run_dir} or something in it while it is in use: the lock and "
+                    "the logs are there again; nothing but hotspare may touch the run folder",
+                    style="red",
+                )
+
     # --- stopping
 
     async def _stop(self, ending: Ending) -> int:
@@ -282,6 +313,7 @@ class Up:
                 "another signal ends everything at once"
             )
         orderly = asyncio.ensure_future(self._stop_in_order())
+        naming = asyncio.ensure_future(self._name_who_is_waited_for())
         forced = asyncio.ensure_future(self._forced.wait())
         try:
             await asyncio.wait({orderly, forced}, return_when=asyncio.FIRST_COMPLETED)
@@ -289,6 +321,7 @@ class Up:
         finally:
             orderly.cancel()
             forced.cancel()
+            naming.cancel()
         if not clean:
             self._starter.kill_all()
         seconds = time.monotonic() - began
@@ -319,10 +352,12 @@ class Up:
     async def _stop_one(self, child: Child, limit_seconds: float) -> bool:
         if not child.running:
             return True
-        child.signal(signal.SIGTERM)
+        child.terminate()
         try:
-            async with asyncio.timeout(limit_seconds):
+            async with asyncio.timeout(limit_seconds), asyncio.TaskGroup() as group:
+                looking = group.create_task(self._kill_if_stopped(child))
                 code = await child.ended()
+                looking.cancel()
         except TimeoutError:
             self._voice.say(f"{child.name} did not end within {limit_seconds:g} s and is killed", style="red")
             child.signal(signal.SIGKILL)
@@ -333,6 +368,49 @@ class Up:
         if code:
             self._voice.say(f"{child.name} ended with exit code {code}", style="red")
         return code == 0
+
+    async def _kill_if_stopped(self, child: Child) -> None:
+        """One that does not run (SIGSTOP) never ends, and nothing that it was asked for goes on in it."""
+        looks = 0
+        while looks < STOPPED_LOOKS:
+            await asyncio.sleep(STOPPED_LOOK_SECONDS)
+            looks = looks + 1 if child.stopped else 0
+        self._voice.say(f"{child.name} (process {child.pid}) is stopped (SIGSTOP), and is killed", style="red")
+        child.signal(signal.SIGKILL)
+
+    async def _name_who_is_waited_for(self) -> None:
+        """A stop that takes a while says what it waits for, and again when that has changed."""
+        began, told = time.monotonic(), ""
+        await asyncio.sleep(NAMING_SECONDS)
+        while True:
+            waiting = self._still_running()
+            if waiting and waiting != told:
+                told = waiting
+                self._voice.say(
+                    f"waiting for {waiting} for {time.monotonic() - began:.0f} s; "
+                    "another signal ends everything at once"
+                )
+            await asyncio.sleep(STOPPED_LOOK_SECONDS)
+
+    def _still_running(self) -> str:
+        """The children that are asked to end now: the gateway, or after it the pods and what they say of theirs."""
+        for child in (self._starter.model, self._starter.gateway):
+            if child is not None and child.running:
+                return f"{child.name} (process {child.pid})"
+        return ", ".join(self._left_in(pod) for pod in self._starter.pods if pod.child.running)
+
+    def _left_in(self, pod: StartedPod) -> str:
+        own = f"{pod.plan.name} (process {pod.child.pid})"
+        try:
+            record = read_pod(self._options.run_dir / pod.plan.name)
+        except CliError:
+            return own
+        if record is None:
+            return own
+        left = [f"engine {name} (process {engine.pid})" for name, engine in record.engines.items() if engine.pid]
+        if not left and record.gms is not None and record.gms.pid:
+            left = [f"its memory service (process {record.gms.pid})"]
+        return f"{pod.plan.name}'s {', '.join(left)}" if left else own
 
     @contextmanager
     def _signals(self) -> Iterator[None]:

@@ -235,6 +235,7 @@ def test_a_second_signal_ends_everything_at_once(start_up: StartUp) -> None:
     with request_in_flight(machine):
         machine.up.signal(signal.SIGINT)
         machine.until_said("stopping: the gateway drains for at most 9 s, then the pods end")
+        machine.until_said(r"waiting for gateway \(process \d+\) for 3 s; another signal ends everything at once")
         machine.up.signal(signal.SIGINT)
         assert machine.up.wait() == 70
     assert "stopped by force" in machine.up.output().splitlines()[-1]

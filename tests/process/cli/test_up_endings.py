@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import io
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from app.cli.children import Child
@@ -20,6 +23,7 @@ from app.cli.up import Up
 from tests.support.machine import ROOT, UP, Machine, StartUp
 from tests.support.pipes import full_pipe
 from tests.support.processes import MS, until
+from workers.pod_files import EngineRecord, PodRecord
 
 pytestmark = pytest.mark.process
 
@@ -139,3 +143,88 @@ def test_output_that_nobody_takes_does_not_keep_it_from_draining(tmp_path: Path,
             os.close(writing_end)
             if reader == "asleep":
                 os.close(reading_end)
+
+
+async def test_a_stop_that_takes_a_while_names_what_is_left_of_a_pod(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.cli.up.NAMING_SECONDS", 100 * MS)
+    stays = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
+    )
+    log = tmp_path / "pod-0.log"
+    starter = StubStarter(tmp_path, pods_start=False)
+    pod = Child("pod-0", [sys.executable, "-c", stays], environment=os.environ, log=log)
+    starter.pods = [StartedPod(PLAN, pod)]
+    until(lambda: "up" in log.read_text(), saying="it ignores SIGTERM")
+    folder = tmp_path / "pod-0"
+    folder.mkdir()
+    engines = {
+        "a": EngineRecord(pid=11, admin_port=2, restarts=0),
+        "b": EngineRecord(pid=None, admin_port=3, restarts=0),
+    }
+    record = PodRecord(
+        pod="pod-0", instance="i", pid=starter.pods[0].child.pid, host="h", serving_port=1, gms=None, engines=engines
+    )
+    (folder / "pod.json").write_bytes(msgspec.json.encode(record))
+    screen = io.StringIO()
+    try:
+        up = Up(
+            UpOptions(run_dir=tmp_path, engine="sim"),
+            starter,  # type: ignore[arg-type]
+            screen=PlainScreen(screen),
+            limits=Limits(gateway=5, pod=2, start=60),
+            began=0.0,
+            environment={},
+        )
+        assert await up.run([signal.SIGINT]) == 70
+    finally:
+        starter.close()
+    assert "waiting for pod-0's engine a (process 11) for " in screen.getvalue()
+    assert "pod-0 did not end within 2 s and is killed" in screen.getvalue()
+
+
+@pytest.mark.parametrize("victims", [("keeper",), ("keeper", "spare"), ("gms",), ("pod-0",), ("gateway",)])
+def test_what_was_stopped_holds_nobody_up(start_up: StartUp, victims: tuple[str, ...]) -> None:
+    machine = start_up()
+    machine.until_complete()
+    machine.descendants()
+    for victim in victims:
+        os.kill(_pid_of(machine, victim), signal.SIGSTOP)
+    machine.up.signal(signal.SIGINT)
+    assert machine.up.wait(seconds=20_000 * MS) == 0
+    machine.assert_all_gone()
+    assert machine.left() == []
+
+
+def _pid_of(machine: Machine, name: str) -> int:
+    (pod,) = machine.status()["pods"]
+    spare = next(engine for engine in pod["engines"].values() if engine["role"] == "STANDBY")
+    match name:
+        case "keeper":
+            return int(spare["keeper_pid"])
+        case "spare":
+            return int(spare["pid"])
+        case "gms":
+            return int(json.loads((machine.run_dir / "pod-0" / "pod.json").read_text())["gms"]["pid"])
+        case _:
+            return machine.pid_of(name)
+
+
+def test_a_run_folder_that_is_removed_is_whole_again(start_up: StartUp, tmp_path: Path) -> None:
+    machine = start_up()
+    machine.until_complete()
+    gateway = machine.pid_of("gateway")
+    shutil.rmtree(machine.run_dir.rename(tmp_path / "removed"))
+    names = ("gateway.json", "up.lock", "logs/gateway.log", "logs/pod-0.log", "pod-0/pod.json")
+    until(lambda: all((machine.run_dir / name).exists() for name in names), saying="all is there again")
+    assert machine.pid_of("gateway") == gateway
+    assert machine.status()["gateway"]["inflight"] == 0
+    assert "listening on" in (machine.run_dir / "logs" / "gateway.log").read_text()
+    machine.until_said("somebody removed .* while it is in use")
+    second = start_up("--run-dir", str(machine.run_dir))
+    assert second.up.wait() == 2
+    machine.up.signal(signal.SIGINT)
+    assert machine.up.wait() == 0
+    assert "gateway exits" in (log := (machine.run_dir / "logs" / "gateway.log").read_text()) or "drained" in log
+    assert machine.left() == []

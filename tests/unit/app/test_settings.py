@@ -1,14 +1,16 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 
 from app.address import Address
 from app.arguments import read_settings
-from app.processes.announcement import announced, withdraw
+from app.processes.announcement import Announcement, announced
 from app.start_error import StartError
+from tests.support.processes import until
 
 
 @pytest.fixture(autouse=True)
@@ -151,8 +153,8 @@ def test_a_source_in_the_environment_and_another_flag(monkeypatch: pytest.Monkey
 
 def test_announcement(tmp_path: Path) -> None:
     run_dir = tmp_path / "new" / "run"
-    with announced(run_dir, "127.0.0.1", 1234) as path:
-        assert path is not None
+    path = run_dir / "gateway.json"
+    with announced(run_dir, "127.0.0.1", 1234):
         assert path.read_text() == f'{{"pid": {os.getpid()}, "host": "127.0.0.1", "port": 1234}}'
         assert [item.name for item in run_dir.iterdir()] == ["gateway.json"]
     assert list(run_dir.iterdir()) == []
@@ -161,9 +163,22 @@ def test_announcement(tmp_path: Path) -> None:
 def test_somebody_elses_announcement_stays(tmp_path: Path) -> None:
     path = tmp_path / "gateway.json"
     path.write_text('{"pid": 1}')
-    withdraw(path)
+    Announcement(tmp_path, {}).withdraw()
     assert path.exists()
-    withdraw(None)
+    Announcement(None, {}).withdraw()
+
+
+def test_an_announcement_that_is_removed_is_there_again_until_it_is_withdrawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.processes.announcement.LOOK_SECONDS", 0.005)
+    run_dir = tmp_path / "run"
+    with announced(run_dir, "127.0.0.1", 1234) as announcement:
+        shutil.rmtree(run_dir)
+        until((run_dir / "gateway.json").exists, saying="it is there again")
+        announcement.withdraw()
+        assert not (run_dir / "gateway.json").exists()
+    assert list(run_dir.iterdir()) == []
 
 
 def test_a_run_folder_that_cannot_be_written(tmp_path: Path) -> None:
