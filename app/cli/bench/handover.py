@@ -107,7 +107,13 @@ async def measure(*, engine: str, handovers: int, streams: int, tokens: int, say
                     moments.append((began, seconds))
                     say(f"hand-over {number} of {handovers}: the spare serves after {seconds:.3f} s")
             whole = [one for one in load.streams if not one.got.problem]
-            again = await asyncio.gather(*(stream(client, model, one.prompt, tokens) for one in whole))
+            room = asyncio.Semaphore(streams)  # no more at a time than before: a pod has room for so many
+
+            async def undisturbed_by(one: Stream) -> Streamed:
+                async with room:
+                    return await stream(client, model, one.prompt, tokens)
+
+            again = await asyncio.gather(*map(undisturbed_by, whole))
     for undisturbed in again:
         if undisturbed.problem:
             raise BenchError(f"an answer that nobody disturbed was not good: {undisturbed.problem}")

@@ -59,6 +59,7 @@ def check_stream(pair: Pair, row: Row) -> None:
 def check_whole(pair: Pair, row: Row) -> None:
     client, answer = reference(pair, row)
     notes, body = framed_body(answer.raw)
+    cold(pair.first)  # the prompt was cached by now, and usage would say so
     plain = pair.first.client.post(row.path, content=client.body, headers={"content-type": "application/json"})
     assert _nameless(plain.content) == _nameless(body)
     for cut in cuts(row, len(notes) + 1):
