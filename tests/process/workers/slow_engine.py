@@ -13,7 +13,7 @@ from workers.engines.sim.engine import SimEngine
 from workers.recorded import RecordedApp
 from workers.recorder import RECORDER
 
-SLOW_SECONDS = 1.2
+SLOW_SECONDS = 3.0
 BOUND_HEADER = "x-test-bound"
 
 
