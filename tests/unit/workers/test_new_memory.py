@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.engines.vllm.new_memory import Stretch, anonymous, new, only_new
+from workers.engines.vllm.new_memory import Stretch, anonymous, blocks, new, only_new, word
 
 MAPS = """\
 1000-3000 rw-p 00000000 00:00 0
@@ -77,3 +78,39 @@ def test_real_memory_is_found() -> None:
         place = only_new(before, anonymous(), size)
     assert place is not None
     assert place.end - place.start >= size
+
+
+def saying(**lengths: int) -> dict[int, int]:
+    """What the C library has written down: length and flag, by the address of the second word."""
+    return {int(name.removeprefix("at_"), 16) + 8: length | 2 for name, length in lengths.items()}
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        (saying(at_10000=0x8000, at_18000=0x8000), [(0x10000, 0x18000), (0x18000, 0x20000)]),
+        (saying(at_10000=0x10000), [(0x10000, 0x20000)]),
+        (saying(at_10000=0x8000), [(0x10000, 0x18000), (0x18000, 0x20000)]),  # something else behind it
+        ({}, [(0x10000, 0x20000)]),
+        (saying(at_10000=0x20000), [(0x10000, 0x20000)]),  # more than there is: no block
+        (saying(at_10000=0x8010), [(0x10000, 0x20000)]),  # not of whole pages
+        ({0x10008: 0x8001}, [(0x10000, 0x20000)]),  # a block within others
+    ],
+)
+def test_neighbours_that_the_kernel_joined_are_told_apart(words: dict[int, int], found: list[tuple[int, int]]) -> None:
+    whole = Stretch(0x10000, 0x20000)
+    assert blocks(whole, lambda address: words.get(address, 0)) == [Stretch(*one) for one in found]
+
+
+def test_a_neighbour_that_came_at_the_same_time_is_not_taken_with_it() -> None:
+    words = saying(at_10000=0x8000, at_18000=0x21000)
+    got = only_new([], [Stretch(0x10000, 0x39000)], 0x20000, lambda address: words.get(address, 0))
+    assert got == Stretch(0x18000, 0x39000)
+
+
+def test_a_word_that_is_not_there_is_none() -> None:
+    with mmap.mmap(-1, mmap.PAGESIZE) as page:
+        page[:8] = (1234).to_bytes(8, "little")
+        address = ctypes.addressof(ctypes.c_char.from_buffer(page))
+        assert word(address) == 1234
+    assert word(8) == 0
