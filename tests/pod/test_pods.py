@@ -86,8 +86,13 @@ def test_a_question_is_answered_through_the_gateway(fleet: Fleet, worker: Pod) -
     text = expected_text(PROMPT, COUNT)
     assert answer(fleet) == (text, 0)
     assert answer(fleet) == (text, CACHED)
-    (seen,) = fleet.status()["workers"]
-    assert (seen["worker"], seen["routable"], seen["standby"]) == (worker.manifest.name, True, "STANDBY")
+
+    def look() -> bool:
+        (seen,) = fleet.status()["workers"]
+        assert (seen["worker"], seen["routable"]) == (worker.manifest.name, True)
+        return bool(seen["standby"] == "STANDBY")
+
+    until(look, saying="the gateway has heard of the spare")
 
 
 def test_processes_may_do_next_to_nothing(fleet: Fleet, worker: Pod) -> None:
