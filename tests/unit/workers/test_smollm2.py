@@ -9,7 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from workers.engine import EngineConfigError, EngineDeadError
 from workers.engines.vllm import smollm2
+from workers.engines.vllm.arguments import model_folder
+from workers.settings import EngineSettings
 
 
 @pytest.mark.parametrize(
@@ -46,6 +49,23 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(smollm2.EmbeddedModelError, match="is not empty and holds no model"):
         smollm2.ensure_embedded_model(folder)
     assert (folder / "thesis.txt").read_text() == "mine"
+
+
+def test_an_engine_refuses_a_place_that_holds_something_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOTSPARE_MODEL_CACHE", str(tmp_path))
+    folder = smollm2.default_model_dir()
+    folder.mkdir()
+    (folder / "thesis.txt").write_text("mine")
+    with pytest.raises(EngineConfigError, match="is not empty and holds no model"):
+        model_folder(EngineSettings())
+
+
+def test_an_engine_tries_again_to_write_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    monkeypatch.setenv("HOTSPARE_MODEL_CACHE", str(file))
+    with pytest.raises(EngineDeadError, match=r"cannot be written: .*(Not a directory|File exists)"):
+        model_folder(EngineSettings())
 
 
 def test_a_failed_conversion_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import msgspec
 
-from workers.engine import EngineConfigError
+from workers.engine import EngineConfigError, EngineDeadError
 from workers.engines.vllm import build
 from workers.engines.vllm.start_failure import failure_of, one_line
 from workers.engines.vllm.weights import broken_weights, weight_files
@@ -105,12 +105,19 @@ def model_folder(settings: EngineSettings) -> Path:
     """The folder to load from, checked.
 
     Raises:
-        EngineConfigError: not a folder with a readable model in it.
+        EngineConfigError: not a folder with a readable model in it, or the embedded model cannot be made of what is
+            installed.
+        EngineDeadError: the embedded model could not be written this time.
     """
     if settings.model is None:
-        from workers.engines.vllm.smollm2 import ensure_embedded_model
+        from workers.engines.vllm.smollm2 import EmbeddedModelError, ensure_embedded_model
 
-        folder: Path = ensure_embedded_model()
+        try:
+            folder: Path = ensure_embedded_model()
+        except EmbeddedModelError as error:
+            raise EngineConfigError(str(error)) from error
+        except OSError as error:
+            raise EngineDeadError(f"the embedded model cannot be written: {error}") from error
         return folder
     read_model_config(settings.model)
     return settings.model
