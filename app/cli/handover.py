@@ -143,6 +143,8 @@ async def _watched(pod: PodRecord, engine: str, progress: Say) -> AsyncIterator[
     finally:
         watching.cancel()
         await asyncio.wait({watching})
+        if not watching.cancelled():
+            watching.result()  # it looks for ever, so it has failed
 
 
 def cannot(sentence: str) -> CliError:

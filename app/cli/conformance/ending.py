@@ -57,8 +57,11 @@ async def shutdown_while_initializing(subject: Subject) -> str:
     done = initializing.done()
     initializing.cancel()
     await asyncio.wait({initializing})
+    error = None if initializing.cancelled() else initializing.exception()
     await subject.shutdown()
     await subject.shutdown()
+    if error is not None:
+        return f"initialize() that was cancelled ended with {type(error).__name__}: {error}"
     return "it was initialised already" if done else ""
 
 

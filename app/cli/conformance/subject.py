@@ -104,6 +104,7 @@ class Subject:
         finally:
             longest = max(longest, asyncio.get_running_loop().time() - before)
             turning.cancel()
+            await asyncio.wait({turning})
             self.longest_pause = longest
         self.state = State.PARKED
 
