@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from workers import metrics
 from workers.contract import HEADER_REQUEST_ID, HEADER_RESELECT
 from workers.engine import Engine, EngineConfigError, EngineDeadError
 from workers.engines.sim import SimEngine, SimFault
@@ -354,6 +355,19 @@ async def test_startup_takes_as_long_as_asked(tmp_path: Path) -> None:
     began = asyncio.get_running_loop().time()
     await made.initialize()
     assert asyncio.get_running_loop().time() - began >= 0.049
+    await made.shutdown()
+
+
+@pytest.mark.parametrize(("lives", "restart", "least"), [(1, 60, 0), (2, 0.05, 0.049), (2, 0, 0)])
+async def test_a_later_life_takes_as_long_as_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lives: int, restart: float, least: float
+) -> None:
+    monkeypatch.setattr(metrics, "lives", lambda: lives)
+    made = SimEngine(settings(startup_seconds=60 if lives > 1 else 0, restart_seconds=restart), None, tmp_path)
+    began = asyncio.get_running_loop().time()
+    async with asyncio.timeout(30):
+        await made.initialize()
+    assert asyncio.get_running_loop().time() - began >= least
     await made.shutdown()
 
 

@@ -119,8 +119,8 @@ class SimEngine:
         """Attach the weights and reserve the KV range; takes at least ``startup_seconds``, or ``restart_seconds`` where
         another engine had this one's name before."""
         sim = self._settings.sim
-        again = sim.restart_seconds is not None and metrics.lives() > 1
-        ready_at = time.monotonic() + (sim.restart_seconds if again and sim.restart_seconds else sim.startup_seconds)
+        restart = sim.restart_seconds if metrics.lives() > 1 else None
+        ready_at = time.monotonic() + (sim.startup_seconds if restart is None else restart)
         self._kv = SimKv(
             self._settings.sim,
             self._service,
