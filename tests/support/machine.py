@@ -15,10 +15,11 @@ from typing import Any
 import msgspec
 
 from app.cli.status import look
-from tests.support.processes import MS, Process, gone, until
+from tests.support.processes import MS, RESTART_SECONDS, Process, gone, until
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_SECONDS = 45_000 * MS
+ENVIRONMENT = {"PYTHONPATH": str(ROOT), "HOTSPARE_SIM_RESTART_SECONDS": RESTART_SECONDS}
 UP = ("up", "--engine", "sim", "--port", "0", "--base-port", "0")
 
 
@@ -54,7 +55,7 @@ class Machine:
         self._deadline = deadline_seconds
         command = [sys.executable, "-m", "app.cli.main", *UP, "--run-dir", str(run_dir), *flags]
         log = log_dir / f"up-{len(list(log_dir.glob('up-*.log')))}.log"
-        self.up = Process("hotspare up", command, env={"PYTHONPATH": str(ROOT), **env}, log=log)
+        self.up = Process("hotspare up", command, env={**ENVIRONMENT, **env}, log=log)
         self._seen: set[int] = set()
 
     # --- what it says

@@ -20,6 +20,9 @@ T = TypeVar("T")
 MS = 0.001
 """Every deadline of a process test is a multiple of this; slow machines scale it."""
 DEADLINE_SECONDS = 40_000 * MS
+RESTART_SECONDS = "0.5"
+"""``HOTSPARE_SIM_RESTART_SECONDS``: real engines take longer. A sim that is forked again at once may ask for the lock
+before the spare, which a death has woken, has run."""
 
 
 class Process:

@@ -12,7 +12,7 @@ import httpx
 
 from gms.client import GmsClient
 from gms.protocol import PoolStatus, Status
-from tests.support.processes import Process, running, state_of, until
+from tests.support.processes import RESTART_SECONDS, Process, running, state_of, until
 
 PROMPT, COUNT = "hello there", 20
 
@@ -30,6 +30,7 @@ class SimPod:
             "HOTSPARE_DRAIN_TIMEOUT_SECONDS": "1",
             "HOTSPARE_SIM_TTFT_SECONDS": "0",
             "HOTSPARE_SIM_TOKEN_SECONDS": "0.001",
+            "HOTSPARE_SIM_RESTART_SECONDS": RESTART_SECONDS,
         }
 
     def record(self) -> dict[str, Any]:
