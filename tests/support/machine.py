@@ -64,8 +64,9 @@ class Machine:
         """Wait until its output holds ``pattern``."""
 
         def look() -> re.Match[str] | None:
+            ended = self.up.popen.poll() is not None  # first: what it said before it ended is there then
             found = re.search(pattern, self.up.output(), re.MULTILINE)
-            assert found or self.up.popen.poll() is None, f"ended without saying {pattern!r}:\n{self.up.output()}"
+            assert found or not ended, f"ended without saying {pattern!r}:\n{self.up.output()}"
             return found
 
         try:

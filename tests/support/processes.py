@@ -57,6 +57,11 @@ class Process:
     def output(self) -> str:
         return self.log.read_text(errors="replace")
 
+    def until_said(self, text: str, *, times: int = 1) -> None:
+        """Wait until its output holds ``text`` so often. What a pod's engine says goes through its supervisor, and may
+        come later than what others see of that engine."""
+        until(lambda: self.output().count(text) >= times, saying=f"{self.name} says {text!r}")
+
     def end(self) -> None:
         """SIGKILL the whole session and reap."""
         with contextlib.suppress(ProcessLookupError):

@@ -52,8 +52,9 @@ class Pod:
         """Wait until the output holds ``pattern`` this often; the latest."""
 
         def look() -> re.Match[str] | None:
+            ended = self.process.popen.poll() is not None  # first: what it said before it ended is there then
             found = self.said(pattern)
-            assert found or self.process.popen.poll() is None, self.process.output()
+            assert found or not ended, self.process.output()
             return found[times - 1] if len(found) >= times else None
 
         try:

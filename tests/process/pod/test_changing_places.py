@@ -98,7 +98,7 @@ def test_what_cannot_go_on_elsewhere_is_named_waited_for_and_cut_only_if_asked(p
             assert "interrupted. If engine" in err
             assert "Traceback" not in err
             until(lambda: (pod.active() or {"draining": 1})["draining"] is None, saying="it is called off")
-            assert "whoever asked for it has gone" in process.output()
+            process.until_said("whoever asked for it has gone")
 
             waiting = hotspare(pod, "handover", "pod-0", "--wait", "60")
             until(lambda: (pod.active() or {}).get("draining"), saying="it waits")
@@ -114,5 +114,5 @@ def test_what_cannot_go_on_elsewhere_is_named_waited_for_and_cut_only_if_asked(p
             assert code == 0, err
             reader.thread.join(20)
             assert reader.cut
-        assert "did not end in time and is cut by the hand-over: without an id (/v1/completions" in process.output()
+        process.until_said("did not end in time and is cut by the hand-over: without an id (/v1/completions")
         assert pod.until_pair()[0]["epoch"] == 3

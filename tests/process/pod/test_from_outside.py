@@ -27,7 +27,7 @@ def test_a_pod_serves_on_when_its_folder_is_removed(pod: SimPod, tmp_path: Path)
         assert pod.complete()
         assert (pod.folder / "pod.key").read_text() == key
         until(lambda: (pod.folder / "pod.json").exists(), saying="pod.json is there again")
-        assert "is there again" in process.output()
+        process.until_said("is there again")
         with pytest.raises(PodFolderError, match="run by another supervisor"):
             PodFolder(pod.folder).open()
         assert "cannot start with this configuration" not in process.output()
@@ -53,7 +53,7 @@ def test_a_keeper_that_is_stopped_is_replaced_when_its_engine_dies(pod: SimPod, 
         os.kill(pod.record()["engines"][parked["engine"]]["pid"], signal.SIGSTOP)
         os.kill(parked["pid"], signal.SIGKILL)
         until(lambda: other_spare(pod, parked), saying="another spare is parked")
-        assert "is stopped" in process.output()
+        process.until_said("is stopped")
         assert pod.complete()
 
 

@@ -61,7 +61,8 @@ def test_all_engines_are_replaced_while_the_pod_serves(pod: SimPod, tmp_path: Pa
             assert roll.wait(50) == 0
             said = roll.communicate()[0].splitlines()
         assert len(said) == 3, said
-        assert process.output().count("was told to stop, and is started again at once") == 2
+        process.until_said(told := "was told to stop, and is started again at once", times=2)
+        assert process.output().count(told) == 2
         assert "is gone (exit code 0)" not in process.output()
         again, other = pod.until_pair()
         assert (again["engine"], other["engine"]) == (spare["engine"], active["engine"])
