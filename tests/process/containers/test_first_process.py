@@ -81,7 +81,7 @@ class First:
 
     def zombies(self) -> list[int]:
         children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
-        return [int(pid) for pid in children if "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text()]
+        return [pid for pid in map(int, children) if is_zombie(pid)]
 
     def output(self) -> str:
         return self._log.read_text(errors="replace")
@@ -105,6 +105,13 @@ class First:
             if line.startswith(name):
                 return bool(int(line.split()[1], 16) >> (number - 1) & 1)
         raise AssertionError(f"{name} is not listed")
+
+
+def is_zombie(pid: int) -> bool:
+    try:
+        return "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):  # buried meanwhile
+        return False
 
 
 def free_ports(count: int) -> list[int]:
