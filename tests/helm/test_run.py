@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -108,7 +109,13 @@ def test_engines_that_are_there_before_their_memory_service(cluster: Cluster) ->
     asked = httpx.post(f"{cluster.url()}/v1/chat/completions", json=body, timeout=40, trust_env=False)
     assert asked.status_code == 200, asked.text
     assert asked.json()["choices"][0]["finish_reason"]
-    status = hotspare("status", env=cluster.environment("gateway", "gateway"))  # as by kubectl exec
+
+    def look() -> subprocess.CompletedProcess[str] | None:  # as by kubectl exec
+        shown = hotspare("status", env=cluster.environment("gateway", "gateway"))
+        assert shown.stdout, shown.stderr
+        return None if re.match(r"gateway \S+: silent", shown.stdout) else shown  # for who took over a second
+
+    status = until(look, saying="the gateway answers")
     assert status.returncode == 0, status.stderr
     assert re.match(r"gateway \S+: ready, 0 in flight", status.stdout), status.stdout
     for name in ("gateway", "engine-a", "engine-b", "gms"):

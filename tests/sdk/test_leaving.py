@@ -20,7 +20,7 @@ TOKENS = 100_000
 
 def inflight(machine: Machine) -> int:
     """Requests that engines are answering, by their own count."""
-    engines = [engine for pod in machine.status()["pods"] for engine in pod["engines"].values()]
+    engines = [engine for pod in machine.settled()["pods"] for engine in pod["engines"].values()]
     return sum(engine["inflight"] or 0 for engine in engines)
 
 
@@ -30,12 +30,12 @@ def test_the_engine_stops(machine: Machine, base_url: str, stream: bool) -> None
     address = urlsplit(base_url)
     assert address.hostname
     assert address.port
-    assert inflight(machine) == 0
+    until(lambda: inflight(machine) == 0, saying="the engines have nothing to do")
     with socket.create_connection((address.hostname, address.port), timeout=10) as client:
         client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: g\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
         if stream:
             assert client.recv(100).startswith(b"HTTP/1.1 200")
         until(lambda: inflight(machine) == 1, saying="an engine answers it")
-    until(lambda: inflight(machine) == 0, saying="the engine has stopped", seconds=1_000 * MS)
-    gateway = machine.status()["gateway"]
+    until(lambda: inflight(machine) == 0, saying="the engine has stopped", seconds=20_000 * MS)
+    gateway = machine.settled()["gateway"]
     assert (gateway["inflight"], gateway["waiting"]) == (0, 0)

@@ -91,11 +91,24 @@ class Machine:
         """The status document, without the half second that the command's imports take."""
         return dict(msgspec.to_builtins(asyncio.run(look(self.run_dir))))
 
+    def settled(self) -> dict[str, Any]:
+        """The status once no gateway and no engine is silent: a look gives each a second, which is little on a busy
+        machine."""
+        return self.until_status(nobody_silent, saying="nobody is silent")
+
     def status_command(self, **env: str) -> dict[str, Any]:
-        """``hotspare status --json``."""
-        done = hotspare("status", "--json", "--run-dir", str(self.run_dir), env=env)
-        assert done.returncode == 0, done.stderr
-        return dict(json.loads(done.stdout))
+        """``hotspare status --json``, once it says of nobody that it is silent."""
+
+        def ask() -> dict[str, Any] | None:
+            done = hotspare("status", "--json", "--run-dir", str(self.run_dir), env=env)
+            assert done.stdout, done.stderr
+            status = dict(json.loads(done.stdout))
+            if not nobody_silent(status):
+                return None
+            assert done.returncode == 0, done.stderr
+            return status
+
+        return until(ask, saying="nobody is silent", seconds=self._deadline)
 
     def until_status(self, fits: Callable[[dict[str, Any]], bool], *, saying: str) -> dict[str, Any]:
         """Ask for the status until it fits."""
@@ -144,6 +157,13 @@ class Machine:
 
 StartUp = Callable[..., Machine]
 """``start_up("--pods", "2", HOTSPARE_X="...")``: flags of ``up``, and settings."""
+
+
+def nobody_silent(status: dict[str, Any]) -> bool:
+    """Whether gateway and engines answered, or are not there."""
+    gateway = status["gateway"]
+    engines = [engine["role"] for pod in status["pods"] for engine in pod["engines"].values()]
+    return "silent" not in (gateway and gateway["lifecycle"], *engines)
 
 
 def _parents() -> dict[int, int]:

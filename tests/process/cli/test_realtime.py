@@ -29,7 +29,7 @@ def until(connection: Any, kind: str) -> Any:
 def test_a_session_outlives_the_engine_that_answers_it(start_up: StartUp) -> None:
     machine = start_up("--pods", "1", HOTSPARE_SIM_TOKEN_SECONDS="0.02")
     url = machine.until_complete()
-    (pod,) = machine.status()["pods"]
+    (pod,) = machine.settled()["pods"]
     (active,) = (engine["pid"] for engine in pod["engines"].values() if engine["role"] == "ACTIVE")
     with (
         OpenAI(base_url=f"{url}/v1", api_key="none", timeout=20) as client,

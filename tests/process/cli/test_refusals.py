@@ -124,7 +124,7 @@ def test_a_run_folder_that_is_taken(start_up: StartUp) -> None:
         f"hotspare up: another `hotspare up` (pid {machine.up.pid}) runs in {machine.run_dir}; "
         "stop it, or choose another folder with --run-dir\n"
     )
-    assert machine.status()["gateway"]["lifecycle"] == "ready"
+    assert machine.settled()["gateway"]["lifecycle"] == "ready"
 
 
 @pytest.mark.parametrize(

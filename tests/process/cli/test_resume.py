@@ -51,7 +51,7 @@ class Stream:
 
 
 def active(machine: Machine, pod: int = 0) -> int:
-    engines = machine.status()["pods"][pod]["engines"].values()
+    engines = machine.settled()["pods"][pod]["engines"].values()
     (pid,) = (engine["pid"] for engine in engines if engine["role"] == "ACTIVE")
     return int(pid)
 

@@ -49,9 +49,15 @@ def request_in_flight(machine: Machine) -> Iterator[None]:
 def test_what_the_processes_cost_adds_up(start_up: StartUp) -> None:
     machine = start_up("--engine", "sim")
     machine.until_complete()
-    shown = hotspare("status", "--memory", "--json", "--run-dir", str(machine.run_dir))
-    assert shown.returncode == 0, shown.stderr
-    (pod,) = json.loads(shown.stdout)["pods"]
+
+    def counted() -> dict[str, Any] | None:
+        shown = hotspare("status", "--memory", "--json", "--run-dir", str(machine.run_dir))
+        assert shown.returncode == 0, shown.stderr
+        (pod,) = json.loads(shown.stdout)["pods"]
+        silent = pod["service_bytes"] is None or "silent" in (process["role"] for process in pod["processes"])
+        return None if silent else dict(pod)
+
+    pod = until(counted, saying="everybody answered")
     roles = sorted(process["role"] for process in pod["processes"])
     assert roles == ["ACTIVE", "STANDBY", "keeper", "keeper", "memory service", "supervisor"]
     own = {process["role"]: process["sizes"] for process in pod["processes"]}
@@ -60,14 +66,18 @@ def test_what_the_processes_cost_adds_up(start_up: StartUp) -> None:
     assert pod["service_bytes"]["weights"] == 8 << 20  # once, for two engines
     assert "kv" in own["ACTIVE"]["service"]
     assert "kv" not in own["STANDBY"]["service"]
-    said = hotspare("status", "--memory", "--run-dir", str(machine.run_dir)).stdout
-    assert re.search(r"engine-[ab] is parked and costs", said)
+    until(
+        lambda: re.search(
+            "engine-[ab] is parked and costs", hotspare("status", "--memory", "--run-dir", str(machine.run_dir)).stdout
+        ),
+        saying="it says what the spare costs",
+    )
 
 
 def test_what_is_stopped_is_found_and_replaced(start_up: StartUp) -> None:
     machine = start_up("--engine", "sim")
     url = machine.until_complete()
-    before = machine.status()["pods"][0]
+    before = machine.settled()["pods"][0]
     (shadow,) = (name for name, engine in before["engines"].items() if engine["role"] == "STANDBY")
     assert machine.fault("stop-shadow").startswith("sent SIGSTOP to engine ")
     assert machine.fault("stop-gms").startswith("sent SIGSTOP to the memory service of pod-0")
@@ -87,12 +97,14 @@ def test_what_is_stopped_is_found_and_replaced(start_up: StartUp) -> None:
 
 
 def test_who_is_silent_is_still_known_and_counted(start_up: StartUp) -> None:
-    machine = start_up("--engine", "sim", HOTSPARE_BEAT_TIMEOUT_SECONDS="60")
+    patience = {"HOTSPARE_BEAT_TIMEOUT_SECONDS": "60", "HOTSPARE_LIVENESS_FAILURES": "50"}  # nobody kills it meanwhile
+    machine = start_up("--engine", "sim", **patience)
     machine.until_complete()
-    before = machine.status()["pods"][0]["engines"]
+    before = machine.settled()["pods"][0]["engines"]
     (shadow,) = (name for name, engine in before.items() if engine["role"] == "STANDBY")
     machine.fault("stop-shadow")
-    silent = machine.status_command()["pods"][0]["engines"][shadow]
+    shown = hotspare("status", "--json", "--run-dir", str(machine.run_dir))
+    silent = json.loads(shown.stdout)["pods"][0]["engines"][shadow]
     assert silent["role"] == "silent"
     assert {name: silent[name] for name in ("pid", "keeper_pid", "restarts")} == {
         name: before[shadow][name] for name in ("pid", "keeper_pid", "restarts")
@@ -122,7 +134,7 @@ def test_restarts_only_grow_also_when_a_keeper_is_replaced(start_up: StartUp) ->
 
         return dict(machine.until_status(parked, saying="b is back")["pods"][0]["engines"]["b"])
 
-    first = machine.status()["pods"][0]["engines"]["b"]
+    first = machine.settled()["pods"][0]["engines"]["b"]
     kill(first["pid"])
     second = again(first["pid"])
     kill(second["keeper_pid"])
@@ -235,7 +247,7 @@ def test_a_second_signal_ends_everything_at_once(start_up: StartUp) -> None:
     with request_in_flight(machine):
         machine.up.signal(signal.SIGINT)
         machine.until_said("stopping: the gateway drains for at most 9 s, then the pods end")
-        machine.until_said(r"waiting for gateway \(process \d+\) for 3 s; another signal ends everything at once")
+        machine.until_said(r"waiting for gateway \(process \d+\) for \d+ s; another signal ends everything at once")
         machine.up.signal(signal.SIGINT)
         assert machine.up.wait() == 70
     assert "stopped by force" in machine.up.output().splitlines()[-1]
