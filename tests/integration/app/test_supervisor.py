@@ -164,7 +164,7 @@ def test_a_child_that_never_comes_to_listen_is_replaced(
     caplog: pytest.LogCaptureFixture,
     tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(supervision, "START_SECONDS", 1.0)
+    monkeypatch.setattr(supervision, "START_SECONDS", 5.0)
     supervisor = Supervisor(listener, [], count=2, folder=tmp_path, drain_seconds=5)
 
     def end_once_both_serve() -> None:
