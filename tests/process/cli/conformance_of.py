@@ -1,6 +1,7 @@
 """Tries engines, each in the checks that it is named with, and says what came of them, a JSON object a line.
 
-Started as ``python -m tests.process.cli.conformance_of CLASS:CHECK,…:gms`` or ``…:``, with settings in the environment.
+Started as ``python -m tests.process.cli.conformance_of CLASS:CHECK,…:gms:SETTLE`` or ``…::SETTLE``, with settings in
+the environment. ``SETTLE``: seconds that the engine has for what it does soon after a call.
 """
 
 from __future__ import annotations
@@ -14,16 +15,17 @@ from app.cli.conformance.lives import LIVES
 from app.cli.conformance.run import Patience, conform
 from workers.settings import EngineSettings
 
-PATIENCE = Patience(silence_seconds=6, settle_seconds=1.5)
-CHECK_SECONDS = 4.0
+SILENCE_SECONDS = 4.0
+CHECK_SECONDS = 8.0
 
 
 def main() -> None:
     for order in sys.argv[1:]:
-        name, checks, gms = order.split(":")
+        name, checks, gms, settle = order.split(":")
+        patience = Patience(silence_seconds=SILENCE_SECONDS, settle_seconds=float(settle))
         lives = [picked for life in LIVES if (picked := _picked(life, checks.split(","))) is not None]
         settings = EngineSettings(engine=f"tests.support.broken_engines:{name}", gms=gms == "gms")
-        report = conform(settings, lives=lives, patience=PATIENCE)
+        report = conform(settings, lives=lives, patience=patience)
         print(msgspec.json.encode({"order": order, "results": report.results}).decode(), flush=True)
 
 
