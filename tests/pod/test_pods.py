@@ -128,9 +128,7 @@ def test_each_container_has_pids_of_its_own_and_all_share_the_network(worker: Po
     for pid in found:
         assert status_of(pid)["NSpid"].split()[-1] == "1", "the program itself is process 1, without a shell or an init"
     # The two engines have the same pids, so nobody may go by them.
-    first, second = (worker.state(name) for name in ENGINES)
-    assert first is not None
-    assert second is not None
+    first, second = (state_of(worker, name) for name in ENGINES)
     assert first["keeper_pid"] == second["keeper_pid"] == 1
 
 
@@ -261,7 +259,7 @@ def test_a_container_that_hangs_as_a_whole_is_replaced_by_its_liveness_probe(fle
     stream.until(100)
     os.kill(container.pid, signal.SIGSTOP)
     os.kill(engine, signal.SIGSTOP)
-    assert gone(first, within=30_000 * MS), "nobody has killed it"
+    assert gone(first, within=60_000 * MS), "nobody has killed it"
     worker.until_role(spare, "ACTIVE")
     stream.assert_whole()
     assert pair(worker) == (spare, active)
@@ -294,17 +292,18 @@ def test_a_memory_service_that_is_killed_gets_its_pages_back(fleet: Fleet, worke
     pair(worker)
 
 
+def state_of(pod: Pod, name: str) -> dict[str, Any]:
+    """An engine's state once it answers."""
+    return until(lambda: pod.state(name), saying=f"{name} answers")
+
+
 def epoch_of(pod: Pod, name: str) -> int:
-    state = pod.state(name)
-    assert state is not None
-    return int(state["epoch"])
+    return int(state_of(pod, name)["epoch"])
 
 
 def link(pod: Pod, name: str) -> dict[str, Any]:
     """How an engine stands with the memory service."""
-    state = pod.state(name)
-    assert state is not None
-    return dict(state["memory_service"])
+    return dict(state_of(pod, name)["memory_service"])
 
 
 # --- ends
