@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
 import msgspec
 import pytest
 import typer
@@ -20,6 +24,7 @@ from app.cli.bench.gateway.figures import (
     table,
     with_added_ttft,
 )
+from app.cli.bench.gateway.gateways import Gateway, Surroundings, started
 from app.cli.errors import CliError
 
 LINE = (
@@ -139,3 +144,20 @@ def test_what_it_does_not_know_is_refused(arguments: list[str], said: str) -> No
 def test_the_group_has_it() -> None:
     names = typer.main.get_group(build()).commands
     assert "gateway" in names
+
+
+def test_a_gateways_port_is_nobody_elses_before_it_listens(tmp_path: Path) -> None:
+    class Taken(Exception):
+        pass
+
+    def command(_: Surroundings, port: int) -> Sequence[str]:
+        with socket.socket() as other:
+            try:
+                other.bind(("127.0.0.1", port))
+            except OSError:
+                raise Taken from None
+        return ["true"]
+
+    around = Surroundings(Path("true"), tmp_path, (), frozenset(), "key")
+    with pytest.raises(Taken), started(Gateway("it", "1", command), around):
+        pass

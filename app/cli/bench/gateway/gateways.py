@@ -26,6 +26,7 @@ from app.cli.bench.gateway.children import Child, clean_environment
 from app.cli.bench.gateway.figures import DIRECT, OURS
 from app.cli.bench.system import BenchError
 from app.cli.launch import module_command, safe_environment
+from workers.ports import PortReservation
 
 READY_SECONDS: Final = 90.0
 POLL_SECONDS: Final = 0.05
@@ -191,10 +192,12 @@ def started(gateway: Gateway, around: Surroundings) -> Iterator[Running]:
     Raises:
         BenchError: it does not start, or does not answer in time.
     """
-    port = free_port()
     log = around.folder / f"{gateway.name}.log"
     environment = safe_environment(clean_environment(os.environ))
-    with Child(around.launcher, gateway.command(around, port), cores=around.core, log=log, env=environment) as child:
+    with contextlib.ExitStack() as stack:
+        port = stack.enter_context(PortReservation()).port
+        command = gateway.command(around, port)
+        child = stack.enter_context(Child(around.launcher, command, cores=around.core, log=log, env=environment))
         deadline = time.monotonic() + READY_SECONDS
         while not _answers(port, around.key, around.model):
             if child.code is not None:
@@ -208,7 +211,7 @@ def started(gateway: Gateway, around: Surroundings) -> Iterator[Running]:
 
 
 def free_port() -> int:
-    """A port that was free just now: peers take a number, and nothing else here takes any in between."""
+    """A port that was free just now, for what a peer listens on beside the port that is asked."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
