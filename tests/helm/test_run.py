@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ from tests.support import chart
 from tests.support.chart import container, containers, of, pods
 from tests.support.machine import hotspare
 from tests.support.processes import Process, until
+from workers.ports import PortReservation
 
 pytestmark = pytest.mark.process
 FIELDS = {"metadata.name": "demo-hotspare-worker-0", "metadata.uid": "3a1f0c7e-0000-4000-8000-000000000000"}
@@ -37,9 +37,7 @@ class Cluster:
             (run_dirs / owner).mkdir()
             (run_dirs / owner).chmod(0o777)
         declared = [str(p["containerPort"]) for pod in self._pods.values() for it in containers(pod) for p in ports(it)]
-        with ExitStack() as held:  # all at a time, so that they differ
-            listeners = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in declared]
-            numbers = [str(listener.getsockname()[1]) for listener in listeners]
+        numbers = [str(stack.enter_context(PortReservation()).port) for _ in declared]
         self._ports = dict(zip(declared, numbers, strict=True))
         self.processes: dict[str, Process] = {}
 

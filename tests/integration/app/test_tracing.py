@@ -14,9 +14,10 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
-from tests.integration.app.conftest import free_port, one_shell, run_gateway
+from tests.integration.app.conftest import one_shell, run_gateway
 from tests.integration.app.fake_worker import MODEL, STREAM_HEAD, chunk, cuts, event, hangs, streams
 from tests.integration.app.generating import Story
+from workers.ports import PortReservation
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 PARENT = "b7ad6b7169203331"
@@ -189,16 +190,17 @@ async def test_a_dead_collector_costs_the_spans_only(workers: Any, caplog: pytes
     (worker,) = await workers("pod-0")
     worker.will(*[streams(event("a")) for _ in range(20)])
     caplog.set_level(logging.INFO, "app")
-    async with run_gateway(worker, otlp_endpoint=f"http://127.0.0.1:{free_port()}") as running:
-        for _ in range(20):
-            assert (await running.chat(stream=True)).status_code == 200
-        began = time.monotonic()
-        running.server.request_drain()
-        async with asyncio.timeout(10):
-            await running.task
-        assert time.monotonic() - began < 5
-        assert running.server.exit_code == 0
-    await asyncio.to_thread(join_exporters)
+    with PortReservation() as nobody:
+        async with run_gateway(worker, otlp_endpoint=f"http://127.0.0.1:{nobody.port}") as running:
+            for _ in range(20):
+                assert (await running.chat(stream=True)).status_code == 200
+            began = time.monotonic()
+            running.server.request_drain()
+            async with asyncio.timeout(10):
+                await running.task
+            assert time.monotonic() - began < 5
+            assert running.server.exit_code == 0
+        await asyncio.to_thread(join_exporters)
     assert "spans do not reach" in caplog.text
 
 

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +19,7 @@ from app.cli.bench.loadtest.scenario import KINDS
 from tests.process.cli.runs import assert_nothing_is_left, started_by
 from tests.support.machine import ROOT, StartUp, hotspare
 from tests.support.processes import MS, Process, until
+from workers.ports import PortReservation
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(200)]
 
@@ -136,15 +136,21 @@ def test_against_a_server_that_runs(tmp_path: Path, folder: Path, start_up: Star
 
     path = write(path, phases=[{"seconds": 1.5, "rate": 20}], mix={"chat-stream": 1, "completions": 1})
     options = ("--host", url, "--scenario", str(path), "--only-summary")
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = str(server.getsockname()[1])
+    with PortReservation() as reserved:
+        assert shown_by_a_master_and_two(folder, tmp_path, reserved.port, *options) == planned
+
+
+def shown_by_a_master_and_two(folder: Path, cwd: Path, number: int, *arguments: str) -> int:
+    """As :func:`shown_by_locust`, of a master that listens on this port, and two workers."""
+    port = str(number)
     worker = [*LOCUST, "--worker", "--master-port", port]
     env = {"TMPDIR": str(folder), "PYTHONPATH": str(ROOT)}
-    workers = [Process(f"worker {number}", worker, env=env, log=tmp_path / f"worker-{number}.log") for number in (0, 1)]
+    workers = [Process(f"worker {one}", worker, env=env, log=cwd / f"worker-{one}.log") for one in (0, 1)]
     try:
         master = ("--master", "--master-bind-host", "127.0.0.1", "--master-bind-port", port, "--expect-workers", "2")
-        assert shown_by_locust(folder, tmp_path, *options, *master) == planned
+        shown = shown_by_locust(folder, cwd, *arguments, *master)
         assert [one.wait() for one in workers] == [0, 0]
+        return shown
     finally:
         for one in workers:
             one.end()
@@ -187,10 +193,10 @@ def test_what_cannot_be_run_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_server_that_is_not_there(tmp_path: Path, folder: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        url = f"http://127.0.0.1:{server.getsockname()[1]}"
     path = write(tmp_path / "it.yaml", phases=[{"seconds": 1, "rate": 1}], mix={"chat": 1})
-    done = hotspare("bench", "load", str(path), "--host", url, env={"TMPDIR": str(folder)})
+    with PortReservation() as nobody:
+        url = f"http://127.0.0.1:{nobody.port}"
+        done = hotspare("bench", "load", str(path), "--host", url, env={"TMPDIR": str(folder)})
     assert done.returncode == 2
     assert f"nobody answers at {url}" in done.stderr
     assert list(folder.iterdir()) == []

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
 from tests.support.machine import ROOT
 from tests.support.processes import DEADLINE_SECONDS, get_json, until
+from workers.ports import PortReservation
 
 UNSHARE = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
 KINDS = ("gateway", "gateway of two", "engine", "engine without a keeper", "gms", "pod")
@@ -38,9 +38,8 @@ pytestmark = [
 class First:
     """One kind of process, alone in its namespace."""
 
-    def __init__(self, kind: str, tmp_path: Path) -> None:
+    def __init__(self, kind: str, tmp_path: Path, ports: Sequence[int]) -> None:
         self.kind = kind
-        ports = free_ports(4)
         engine = f"engine --no-gms --admin-port {ports[0]} --serving-port {ports[1]}"
         words = {
             "gateway": f"gateway --port {ports[0]}",
@@ -114,21 +113,12 @@ def is_zombie(pid: int) -> bool:
         return False
 
 
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
-
-
 @contextmanager
 def first(kind: str, tmp_path: Path) -> Iterator[First]:
-    process = First(kind, tmp_path)
-    try:
+    with ExitStack() as stack:
+        process = First(kind, tmp_path, [stack.enter_context(PortReservation()).port for _ in range(3)])
+        stack.callback(process.end)
         yield process
-    finally:
-        process.end()
 
 
 @pytest.mark.parametrize("kind", KINDS)
