@@ -10,7 +10,6 @@ import pytest
 
 from app.fleet.registry import WorkerRegistry
 from app.fleet.replica import Replica
-from app.fleet.room import PAUSE_SECONDS
 from app.fleet.routing import RoundRobinRouter
 from app.openai.errors import GatewayError
 from app.relay.search import Search
@@ -153,12 +152,13 @@ async def test_a_refusal_is_asked_about_again_after_a_pause_by_one() -> None:
     first = gateway.search()
     replica = first.find()
     assert replica is not None
+    replica.room._pause = 1.0  # longer than what comes before it is looked at; how long it is, is for test_room.py
+    began = time.monotonic()
     first.refused(replica)
     lines = [Line(first), *(Line(gateway.search()) for _ in range(3))]
-    began = time.monotonic()
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(20):
         await lines[0].woken
-    assert time.monotonic() - began > PAUSE_SECONDS / 2
+    assert time.monotonic() - began > 0.9
     assert [line.served for line in lines] == [True, False, False, False]
 
 
@@ -273,15 +273,15 @@ async def test_a_worker_gets_so_many_interrupted_requests_a_second_and_new_ones_
     dies = gateway.worker(capacity=100)
     searches = [interrupted(gateway) for _ in range(4)]
     gateway.worker(B, capacity=100, models=("m", "n"))
+    began = time.monotonic()
     dies.end()
     assert [search.find() is not None for search in searches] == [True, True, False, False]
     lines = [Line(search) for search in searches[2:]]
     new = Line(gateway.search())  # there is room, but not before those
     assert gateway.search("n").find() is not None  # other models' lines are not held up
-    began = time.monotonic()
-    async with asyncio.timeout(3):
+    async with asyncio.timeout(20):
         await lines[1].woken
-        assert 0.8 < time.monotonic() - began < 1.8
+        assert time.monotonic() - began > 0.8
         assert lines[0].served
         await new.woken
 
@@ -295,11 +295,11 @@ async def test_new_requests_leave_a_promoted_worker_to_interrupted_ones_for_a_mo
     next_watch = session(gateway.registry, A, epoch=2)
     next_watch.say(capacity=100)
     (replica,) = gateway.registry.candidates("m")
-    replica.room.leave_until(time.monotonic() + 0.2)  # in the place of a random time
+    began = time.monotonic()
+    replica.room.leave_until(began + 1.0)  # in the place of a random time
     new = Line(gateway.search())
     assert not new.served
     assert hurt.find() is replica
-    began = time.monotonic()
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(20):
         await new.woken
-    assert time.monotonic() - began > 0.1
+    assert time.monotonic() - began > 0.9

@@ -247,7 +247,7 @@ async def test_who_gives_up_makes_way(bench: Bench) -> None:
 
 async def test_waiting_has_an_end_that_says_who_holds_what(bench: Bench) -> None:
     await bench.allocate(bench.entry(LIMIT, "held"))
-    first = bench.start(bench.entry(CHUNK, "first"), seconds=0.1)
+    first = bench.start(bench.entry(CHUNK, "first"), seconds=1.0)
     await turns()
     second = await bench.refused(bench.entry(CHUNK, "second"), seconds=0.01)
     assert "engine a waits for 64 bytes as 'first'" in str(second)
@@ -307,7 +307,7 @@ async def test_who_waited_behind_another_hears_how_things_are_now(bench: Bench) 
     await turns()
     lasting = [0]
     second = asyncio.create_task(
-        bench.allocate(bench.entry(CHUNK, "second"), seconds=0.1, lasting_bytes=lambda: lasting[0])
+        bench.allocate(bench.entry(CHUNK, "second"), seconds=1.0, lasting_bytes=lambda: lasting[0])
     )
     await turns()
     lasting[0] = LIMIT
