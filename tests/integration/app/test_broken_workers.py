@@ -145,7 +145,7 @@ async def test_what_is_no_answer_is_an_event_after_keep_alives(workers: Any) -> 
     ):
         pieces = answer.aiter_raw()
         assert await anext(pieces) == b": keep-alive\n\n"
-        worker.calls[0].go.set()
+        (await worker.call()).go.set()
         seen = b"".join([piece async for piece in pieces])
         assert b'"code":"bad_answer"' in seen
         assert seen.endswith(DONE)
@@ -531,7 +531,7 @@ async def test_the_status_of_a_wait_in_vain_is_not_left_to_chance(
 async def test_a_longer_wait_has_keep_alives(workers: Any) -> None:
     (worker,) = await workers("pod-0")
     await worker.die()
-    async with run_gateway(worker, wait_for_worker_seconds=1.5, sse_keepalive_seconds=0.2) as running:
+    async with run_gateway(worker, wait_for_worker_seconds=3, sse_keepalive_seconds=0.1) as running:
         answer = await running.chat(stream=True)
         assert answer.status_code == 200
         assert answer.content.startswith(b": keep-alive\n\n" * 3)
@@ -592,7 +592,7 @@ async def test_a_silent_worker_is_left_for_another(workers: Any) -> None:
 async def test_steps_are_a_sign_of_life(workers: Any) -> None:
     one, two = await workers("pod-0", "pod-1")
     one.will(hangs)
-    limit = 0.6
+    limit = 2.0
     async with run_gateway(one, two, first_byte_timeout_seconds=limit) as running:
         asked = asyncio.create_task(running.chat())
         call = await one.call()
@@ -680,7 +680,7 @@ async def test_an_error_after_keep_alives_is_an_event(workers: Any) -> None:
     async with run_gateway(worker, sse_keepalive_seconds=0.05) as running, running.stream() as answer:
         pieces = answer.aiter_raw()
         await anext(pieces)
-        worker.calls[0].go.set()
+        (await worker.call()).go.set()
         seen = b"".join([piece async for piece in pieces])
         assert b"too long" in seen
         assert seen.endswith(DONE)
@@ -703,7 +703,7 @@ async def test_reselect_after_keep_alives_is_not_shown(workers: Any, breaks: boo
     ):
         pieces = answer.aiter_raw()
         assert await anext(pieces) == b": keep-alive\n\n"
-        one.calls[0].go.set()
+        (await one.call()).go.set()
         seen = b"".join([piece async for piece in pieces])
         assert answer.status_code == 200
         assert seen.replace(b": keep-alive\n\n", b"") == event("a") + event("b") + DONE
@@ -775,6 +775,7 @@ async def test_a_silent_watch_is_suspect(workers: Any) -> None:
     async with run_gateway(worker, heartbeat_timeout_seconds=0.3, wait_for_worker_seconds=0.2) as running:
         await running.until(lambda: running.state(worker) is WorkerState.SUSPECT)
         assert (await running.chat()).json()["error"]["code"] == "no_worker"
+        worker.heartbeat = True
         worker.say()
         await running.until(lambda: running.state(worker) is WorkerState.UP)
         assert (await running.chat()).status_code == 200

@@ -147,9 +147,11 @@ async def test_nothing_is_lost_while_workers_come_and_go_under_load(workers: Any
         clients = [asyncio.create_task(client(number)) for number in range(8)]
         for turn in range(6):
             present = [worker for number, worker in enumerate(fleet) if number != turn % 3]
+            before = answered
             name(path, *present)
             wanted = [worker.address for worker in present]
             await gateway.until(lambda: list(map(str, gateway.gateway.registry.entries)) == wanted)  # noqa: B023
+            await gateway.until(lambda: answered >= before + 10)  # noqa: B023
         over.set()
         await asyncio.gather(*clients)
         assert answered > 50

@@ -116,7 +116,7 @@ async def test_the_wait_of_a_begun_stream_has_keep_alives_of_its_own(
     monkeypatch.setattr(deadlines, "WAITING_KEEPALIVE_SECONDS", 0.1)
     (worker,) = await workers("pod-0")
     worker.default = STORY.told(wait=2)
-    wait = 60 if comes_back else 0.5
+    wait = 60 if comes_back else 3
     async with run_gateway(worker, resume_wait_seconds=wait) as running, running.stream() as answer:
         pieces = answer.aiter_raw()
         seen = b""
@@ -199,13 +199,13 @@ async def test_a_whole_answer_goes_on_elsewhere(workers: Any, cut: int) -> None:
 
 async def test_notes_of_a_whole_answer_are_signs_of_life_and_comments_are_none(workers: Any) -> None:
     one, two = await workers("pod-0", "pod-1")
-    limit = 1.0
+    limit = 2.5
 
     async def slowly(call: Any) -> None:
         """For longer than the limit, with pauses that are far from it."""
         await call.send(FRAMED_HEAD)
         clock = asyncio.get_running_loop().time
-        until = clock() + 1.5 * limit
+        until = clock() + 1.2 * limit
         while clock() < until:
             await asyncio.sleep(limit / 20)
             await call.send(chunk(note(events=0, new=0, crc=0, rest=f"g={STORY.tokens(0)}")))

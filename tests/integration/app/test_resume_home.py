@@ -6,7 +6,7 @@ import asyncio
 import time
 from typing import Any
 
-from tests.integration.app.conftest import Running, run_gateway, until
+from tests.integration.app.conftest import PATIENCE_SECONDS, Running, run_gateway, until
 from tests.integration.app.fake_worker import FakeWorker
 from tests.integration.app.generating import Story, is_resume, refuses
 
@@ -15,23 +15,29 @@ LONG = 60.0
 """Longer than a request waits in these tests: what ends the wait for the spare is not its time."""
 
 
-async def broken(running: Running, worker: FakeWorker) -> asyncio.Task[bytes]:
-    """A stream of which two units came, and whose worker is gone."""
+async def begun(running: Running, worker: FakeWorker) -> asyncio.Task[bytes]:
+    """A stream of which two units came."""
     worker.will(STORY.told(wait=2))
     pieces: list[bytes] = []
-    begun = asyncio.Event()
+    two_came = asyncio.Event()
 
     async def hear() -> bytes:
         async with running.stream() as answer:
             async for piece in answer.aiter_raw():
                 pieces.append(piece)
                 if b"".join(pieces).startswith(b"".join(STORY.units[:2])):
-                    begun.set()
+                    two_came.set()
         return b"".join(pieces).replace(b": keep-alive\n\n", b"")
 
     hearing = asyncio.create_task(hear())
     async with asyncio.timeout(5):
-        await begun.wait()
+        await two_came.wait()
+    return hearing
+
+
+async def broken(running: Running, worker: FakeWorker) -> asyncio.Task[bytes]:
+    """Such a stream, and its worker is gone."""
+    hearing = await begun(running, worker)
     await worker.die()
     return hearing
 
@@ -71,11 +77,12 @@ async def test_new_requests_do_not_wait_for_the_spare(workers: Any) -> None:
 async def test_without_a_promotion_it_goes_elsewhere_when_the_time_is_over(workers: Any) -> None:
     one, two = await workers("pod-0", "pod-1")
     two.default = STORY.told()
-    async with run_gateway(one, two, resume_home_seconds=0.3) as running:
-        hearing = await broken(running, one)
-        began = time.monotonic()
+    async with run_gateway(one, two, resume_home_seconds=0.3, resume_wait_seconds=LONG) as running:
+        hearing = await begun(running, one)
+        died_at = time.monotonic()
+        await one.die()
         assert await hearing == STORY.stream
-        assert 0.25 < time.monotonic() - began < 3
+        assert 0.25 < time.monotonic() - died_at < PATIENCE_SECONDS
         assert [is_resume(call) for call in two.calls] == [True]
 
 

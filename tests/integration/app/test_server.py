@@ -473,14 +473,14 @@ async def test_a_connection_that_asks_nothing(workers: Any, sent: bytes) -> None
 async def test_the_deadline_of_the_head_is_not_that_of_body_or_answer(workers: Any) -> None:
     (worker,) = await workers("pod-0")
     worker.will(streams_then_waits(event("a")))
-    async with run_gateway(worker, head_timeout_seconds=0.1) as running:
+    async with run_gateway(worker, head_timeout_seconds=0.5) as running:
         body = json.dumps({"model": MODEL, "stream": True}).encode()
         head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: g\r\ncontent-length: %d\r\n\r\n" % len(body)
         reader, writer = await running.raw(head)
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(1.0)
         writer.write(body)
         await reader.readuntil(event("a"))
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(1.0)
         worker.calls[0].go.set()
         await reader.readuntil(DONE)
         writer.close()
