@@ -36,10 +36,10 @@ def left_over(folder: Path) -> list[str]:
 
 def test_every_figure_comes_and_nothing_is_left(tmp_path: Path) -> None:
     done = hotspare(
-        *("bench", "gateway", "--rounds", "1", "--seconds", "0.1", "--streams", "40", "--json"),
+        *("bench", "gateway", "--rounds", "1", "--seconds", "0.5", "--streams", "40", "--json"),
         *("--peers", "vllm-router", "--peers-dir", str(tmp_path / "none")),
         env={"TMPDIR": str(tmp_path)},
-        deadline_seconds=50_000 * MS,
+        deadline_seconds=100_000 * MS,
     )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
@@ -52,7 +52,7 @@ def test_every_figure_comes_and_nothing_is_left(tmp_path: Path) -> None:
     assert report["gateways"]["direct"]["rps_c32"] > ours["rps_c32"] > 0
     assert report["vs"] == {}
     assert "make bench-peers" in report["skipped"]["vllm-router"]
-    assert left_over(tmp_path) == []
+    until(lambda: not left_over(tmp_path), saying="nothing is left")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -67,7 +67,7 @@ def test_nothing_is_left_when_it_is_interrupted(number: int, tmp_path: Path) -> 
         assert len(left_over(temporary)) > 3
         os.kill(bench.pid, number)
         assert bench.wait() == 128 + number
-        assert left_over(temporary) == []
+        until(lambda: not left_over(temporary), saying="nothing is left")
     finally:
         bench.end()
 

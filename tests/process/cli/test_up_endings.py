@@ -221,7 +221,8 @@ def test_a_run_folder_that_is_removed_is_whole_again(start_up: StartUp, tmp_path
     until(lambda: all((machine.run_dir / name).exists() for name in names), saying="all is there again")
     assert machine.pid_of("gateway") == gateway
     assert machine.settled()["gateway"]["inflight"] == 0
-    assert "listening on" in (machine.run_dir / "logs" / "gateway.log").read_text()
+    kept = machine.run_dir / "logs" / "gateway.log"
+    until(lambda: "listening on" in kept.read_text(), saying="what the gateway said at its start")
     machine.until_said("somebody removed .* while it is in use")
     second = start_up("--run-dir", str(machine.run_dir))
     assert second.up.wait() == 2

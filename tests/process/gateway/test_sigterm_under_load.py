@@ -82,6 +82,8 @@ class Round:
                 clients.create_task(self.client(number, enough, wanted))
             await enough.wait()
             self.signalled_at = time.monotonic()
+            for _ in range(2):  # what was asked before is written by the end of the loop's turn
+                await asyncio.sleep(0)
             self.process.signal(signal.SIGTERM)
         code = await asyncio.to_thread(self.process.wait)
         if code != 0:
