@@ -114,6 +114,23 @@ def until_role(admin_port: int, role: str, *, seconds: float = DEADLINE_SECONDS)
     return until(ask, saying=f"the engine at {admin_port} is {role}", seconds=seconds)
 
 
+def waiters() -> set[int]:
+    """Processes that are blocked in ``flock`` (proc(5), locks: their lines have an arrow)."""
+    fields = (line.split() for line in Path("/proc/locks").read_text().splitlines())
+    return {int(field[field.index("FLOCK") + 3]) for field in fields if "->" in field and "FLOCK" in field}
+
+
+def until_in_line(admin_port: int) -> dict[str, Any]:
+    """The engine's state once it is parked, and its thread waits in the kernel for the lock: only then has it its
+    place."""
+
+    def look() -> dict[str, Any] | None:
+        state = state_of(admin_port)
+        return state if state and state["role"] == "STANDBY" and state["pid"] in waiters() else None
+
+    return until(look, saying=f"the engine at {admin_port} stands in line")
+
+
 def gone(pid: int, *, within: float = 5_000 * MS) -> bool:
     """Whether the process ends in time. It need not be a child."""
     try:

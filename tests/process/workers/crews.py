@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from tests.support.processes import Process, running, state_of, until
+from tests.support.processes import Process, running, state_of, until, until_in_line
 from workers.ports import PortReservation
 
 BREAKABLE = """
@@ -100,29 +101,25 @@ class Crew:
     def state(self, name: str) -> dict[str, Any] | None:
         return state_of(self.admin[name])
 
+    def known(self, name: str) -> dict[str, Any]:
+        """The state of an engine that answers, though perhaps not at once."""
+        return until(lambda: self.state(name), saying=f"{name} says what it is")
+
     def active(self) -> str | None:
         return next((n for n in self.admin if (s := self.state(n)) and s["role"] == "ACTIVE"), None)
 
     def until_active(self) -> dict[str, Any]:
-        name = until(self.active, saying="an engine is active")
-        state = self.state(name)
-        assert state is not None
-        return state
+        states = (self.state(name) for name in itertools.cycle(self.admin))
+        return until(lambda: s if (s := next(states)) and s["role"] == "ACTIVE" else None, saying="an engine is active")
 
     def until_in_line(self, name: str) -> dict[str, Any]:
-        """Parked, and its thread waits in the kernel for the lock: only then has it its place."""
-
-        def look() -> dict[str, Any] | None:
-            state = self.state(name)
-            return state if state and state["role"] == "STANDBY" and state["pid"] in waiters() else None
-
-        return until(look, saying=f"{name} stands in line")
+        return until_in_line(self.admin[name])
 
     def complete(self) -> str:
         answer = httpx.post(
             f"http://127.0.0.1:{self.serving}/v1/completions",
             json={"prompt": "hello", "max_tokens": 8},
-            timeout=10,
+            timeout=20,
             trust_env=False,
         )
         assert answer.status_code == 200, answer.text
@@ -130,14 +127,8 @@ class Crew:
 
     def metric(self, name: str, line: str) -> float:
         """The value on the line of an engine's metrics that begins so; 0 if there is none."""
-        text = httpx.get(f"http://127.0.0.1:{self.admin[name]}/metrics", timeout=5, trust_env=False).text
+        text = httpx.get(f"http://127.0.0.1:{self.admin[name]}/metrics", timeout=20, trust_env=False).text
         return next((float(at.split()[-1]) for at in text.splitlines() if at.startswith(line)), 0.0)
-
-
-def waiters() -> set[int]:
-    """Processes that are blocked in ``flock`` (proc(5), locks: their lines have an arrow)."""
-    fields = (line.split() for line in Path("/proc/locks").read_text().splitlines())
-    return {int(field[field.index("FLOCK") + 3]) for field in fields if "->" in field and "FLOCK" in field}
 
 
 @contextlib.contextmanager

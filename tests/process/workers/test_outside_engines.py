@@ -62,7 +62,7 @@ def test_an_adapters_engine_lives_and_ends(tmp_path: Path, engine: str, end: sig
         held = threading.Thread(target=ask, args=(serving, answered), daemon=True)
         if end is signal.SIGKILL:
             held.start()
-            until(lambda: (state_of(admin) or {})["inflight"] == 1, saying="a request is held")
+            until(lambda: (state_of(admin) or {}).get("inflight") == 1, saying="a request is held")
         os.kill(child if end is signal.SIGKILL else process.pid, end)
         assert process.wait() == (ExitCode.ENGINE_DEAD if end is signal.SIGKILL else ExitCode.DRAINED)
         assert gone(child)

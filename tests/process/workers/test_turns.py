@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.process.workers.crews import crew, waiters
-from tests.support.processes import DEADLINE_SECONDS, until, until_role
+from tests.process.workers.crews import crew
+from tests.support.processes import DEADLINE_SECONDS, until, until_role, waiters
 
 pytestmark = pytest.mark.process
 
