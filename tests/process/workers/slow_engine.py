@@ -1,39 +1,56 @@
-"""A sim engine whose hand-over takes its time, or comes to nothing, while a file in the pod's folder says so: then a
-test can step in. ``HOTSPARE_ENGINE`` of a process that is to be one names its class here."""
+"""A sim engine that does what files in the pod's folder say: its hand-over waits, comes to nothing, or ends with
+somebody's death, so that no test has to be quick; and its streams end soon after a test has looked. ``HOTSPARE_ENGINE``
+of a process that is to be one names its class here."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+from collections.abc import Iterable
 from enum import StrEnum
 from pathlib import Path
 
 from workers.asgi import Receive, Scope, Send
 from workers.engine import ASGIApp
 from workers.engines.sim.engine import SimEngine
+from workers.handover import Expectation
 from workers.recorded import RecordedApp
 from workers.recorder import RECORDER
 
-SLOW_SECONDS = 3.0
+OBEDIENT = "tests.process.workers.slow_engine:Obedient"
+HURRY_SECONDS = 0.001
 BOUND_HEADER = "x-test-bound"
 
 
 class Told(StrEnum):
     """What an engine can be told, by a file ``engine-X.does-…``."""
 
-    SLOW_TO_WAKE = "slow-to-wake"
+    WAKE_LATER = "wake-later"
+    """Once this is said no more."""
     HANG_IN_WAKE = "hang-in-wake"
     NOT_WAKE = "not-wake"
-    SLOW_TO_QUIESCE = "slow-to-quiesce"
+    KILL_IN_WAKE = "kill-in-wake"
+    """Once; the file has a pid and the signal's number."""
+    KILL_IN_QUIESCE = "kill-in-quiesce"
     NOT_QUIESCE = "not-quiesce"
     HANG_IN_STEP = "hang-in-step"
+    HURRY = "hurry"
+    """Make a token every millisecond."""
 
     def file(self, pod_dir: Path, engine: str) -> Path:
         return pod_dir / f"engine-{engine}.does-{self}"
 
 
 def mark(pod_dir: Path, engine: str, what: str) -> Path:
-    """The engine leaves it: this is happening now."""
+    """The engine leaves it: this has happened."""
     return pod_dir / f"engine-{engine}.is-{what}"
+
+
+def hurry(pod_dir: Path, engines: Iterable[str]) -> None:
+    """Their streams, this one's and those to come, end soon."""
+    for engine in engines:
+        Told.HURRY.file(pod_dir, engine).touch()
 
 
 class Obedient(SimEngine):
@@ -44,26 +61,42 @@ class Obedient(SimEngine):
         super().__init__(*args)  # type: ignore[arg-type]
         runtime_dir: Path = args[2]  # type: ignore[assignment]
         self._pod_dir, self._name = runtime_dir.parent, runtime_dir.name.removeprefix("engine-")
+        pace, cancel = self._scheduler._pace, Expectation.cancel
+
+        def hurrying() -> float:
+            return HURRY_SECONDS if self._is(Told.HURRY) else pace()
+
+        def noted(expectation: Expectation) -> None:
+            cancel(expectation)
+            mark(self._pod_dir, self._name, "cancelled").touch()
+
+        self._scheduler._pace = hurrying  # type: ignore[method-assign]
+        Expectation.cancel = noted  # type: ignore[method-assign]
 
     def _is(self, told: Told) -> bool:
         return told.file(self._pod_dir, self._name).exists()
+
+    def _kill(self, told: Told) -> None:
+        file = told.file(self._pod_dir, self._name)
+        with contextlib.suppress(FileNotFoundError):
+            pid, number = file.read_text().split()
+            file.unlink()
+            os.kill(int(pid), int(number))
 
     async def wake(self, *, epoch: int) -> None:
         if self._is(Told.NOT_WAKE):
             raise OSError("no such luck")
         if self._is(Told.HANG_IN_WAKE):
             await asyncio.sleep(3600)
-        if self._is(Told.SLOW_TO_WAKE):
-            mark(self._pod_dir, self._name, "waking").touch()
-            await asyncio.sleep(SLOW_SECONDS)
+        self._kill(Told.KILL_IN_WAKE)
+        while self._is(Told.WAKE_LATER):  # noqa: ASYNC110 - it is told by another process
+            await asyncio.sleep(0.01)
         await super().wake(epoch=epoch)
 
     async def quiesce(self, *, timeout_seconds: float) -> None:
         if self._is(Told.NOT_QUIESCE):
             raise TimeoutError
-        if self._is(Told.SLOW_TO_QUIESCE):
-            mark(self._pod_dir, self._name, "quiescing").touch()
-            await asyncio.sleep(SLOW_SECONDS)
+        self._kill(Told.KILL_IN_QUIESCE)
         if self._is(Told.HANG_IN_STEP):  # as one whose step is a thread's, and never over
             self._scheduler.stall()
             await asyncio.Event().wait()

@@ -7,6 +7,7 @@ is none, and sees where it is cut. The last test has a gateway.
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import signal
@@ -21,7 +22,7 @@ import httpx
 import pytest
 
 from tests.process.workers.crews import Crew, crew
-from tests.process.workers.slow_engine import BOUND_HEADER, Told, mark
+from tests.process.workers.slow_engine import BOUND_HEADER, OBEDIENT, Told, hurry, mark
 from tests.support.processes import Process, gone, until, until_role
 from workers.contract import HEADER_REQUEST_ID, HEADER_STREAM, Role
 from workers.handover import OFFER_PATH, OUTCOME_PATH, START_PATH
@@ -30,18 +31,22 @@ from workers.pod_key import HEADER_POD_KEY, read_pod_key
 pytestmark = pytest.mark.process
 
 LONG = os.environ.get("HOTSPARE_TEST_LONG") == "1"
-OBEDIENT = "tests.process.workers.slow_engine:Obedient"
-TIMES = {"HOTSPARE_HANDOVER_TIMEOUT_SECONDS": "1.5", "HOTSPARE_GRACE_PERIOD_SECONDS": "0"}
+TIMES = {"HOTSPARE_HANDOVER_TIMEOUT_SECONDS": "3", "HOTSPARE_GRACE_PERIOD_SECONDS": "0"}
 PATIENT = {"HOTSPARE_HANDOVER_TIMEOUT_SECONDS": "5"}
 """Where the hand-over is to succeed on a busy machine, too."""
+BRIEF = {"HOTSPARE_SHUTDOWN_TIMEOUT_SECONDS": "12"}
+"""Three quarters of it are waited, and a twentieth is for each step after that."""
 PACE = {"HOTSPARE_SIM_TOKEN_SECONDS": "0.01"}
+SLOWLY = {"HOTSPARE_SIM_TOKEN_SECONDS": "0.02"}
+WHOLE, ENDLESS = 1000, 30_000
+"""Tokens of a stream that ends soon once it is told to hurry, and not before; and of one that does not even then."""
 
 
 @pytest.fixture
 def pair(tmp_path: Path) -> Iterator[Crew]:
     with crew(tmp_path, "ab") as found:
         found.gms()
-        found.env |= TIMES | PACE
+        found.env |= TIMES | SLOWLY
         yield found
 
 
@@ -53,7 +58,7 @@ def start(pair: Crew, *, asks: int | None = None, **env: str) -> tuple[Process, 
     until_role(pair.admin["a"], Role.ACTIVE)
     second = pair.engine("b", "--standby-admin-ports", ports["b"], **env)
     pair.until_in_line("b")
-    until(lambda: (pair.state("a") or {})["standby"] == "STANDBY" or asks, saying="a knows of its spare")
+    until(lambda: (pair.state("a") or {}).get("standby") == "STANDBY" or asks, saying="a knows of its spare")
     return first, second
 
 
@@ -65,27 +70,35 @@ class Two:
         self.active = until(crew.active, saying="an engine is active")
         self.spare = next(name for name in crew.admin if name != self.active)
         self.spare_pid = crew.until_in_line(self.spare)["pid"]
-        until(lambda: (crew.state(self.active) or {})["standby"] == "STANDBY", saying="the active one knows of it")
-        state = crew.state(self.active) or {}
+        until(lambda: (crew.state(self.active) or {}).get("standby") == "STANDBY", saying="the active one knows of it")
+        state = crew.known(self.active)
         self.epoch, self.active_pid = state["epoch"], state["pid"]
 
-    def tell(self, engine: str, what: Told) -> None:
-        what.file(self.crew.pod_dir, engine).touch()
+    def tell(self, engine: str, what: Told, *more: int) -> None:
+        what.file(self.crew.pod_dir, engine).write_text(" ".join(map(str, more)))
+
+    def tell_no_more(self, engine: str, what: Told) -> None:
+        what.file(self.crew.pod_dir, engine).unlink()
 
     def until_is(self, engine: str, what: str) -> None:
         until(mark(self.crew.pod_dir, engine, what).exists, saying=f"{engine} is {what}")
+
+    def hurry(self) -> None:
+        hurry(self.crew.pod_dir, self.crew.admin)
 
     def forget(self) -> None:
         for left in (*self.crew.pod_dir.glob("engine-?.does-*"), *self.crew.pod_dir.glob("engine-?.is-*")):
             left.unlink()
 
-    def serves_on(self, stream: Stream, *, tokens: int, epochs: int) -> None:
-        """The active one does: its stream ends whole, and new requests are answered so many epochs later."""
+    def serves_on(self, stream: Stream, *, epochs: int) -> None:
+        """The active one does: its stream, a ``WHOLE`` one, ends so, and new requests are answered so many epochs
+        later."""
         state = until_role(self.crew.admin[self.active], Role.ACTIVE)
         assert state["epoch"] == self.epoch + epochs
         assert self.crew.complete()
+        self.hurry()
         stream.wait()
-        assert (stream.done, stream.events, stream.cut) == (True, tokens, False)
+        assert (stream.done, stream.events, stream.cut) == (True, WHOLE, False)
 
     def log(self, engine: str) -> str:
         return (self.crew.run_dir / f"engine-{engine}.log").read_text()
@@ -95,7 +108,7 @@ class Two:
 def running_pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crew]:
     with crew(tmp_path_factory.mktemp("pair"), "ab") as found:
         found.gms()
-        found.env |= TIMES | PACE | {"HOTSPARE_BEAT_TIMEOUT_SECONDS": "30", "HOTSPARE_SELF_TEST_SECONDS": "2"}
+        found.env |= TIMES | SLOWLY | {"HOTSPARE_BEAT_TIMEOUT_SECONDS": "30", "HOTSPARE_SELF_TEST_SECONDS": "2"}
         start(found)
         yield found
 
@@ -119,11 +132,11 @@ class Stream:
         url = f"http://127.0.0.1:{pair.serving}/v1/completions"
         self._thread = threading.Thread(target=self._read, args=(url, body, headers))
         self._thread.start()
-        assert self.began.wait(10)
+        assert self.began.wait(20)
 
     def _read(self, url: str, body: object, headers: dict[str, str]) -> None:
         try:
-            with httpx.stream("POST", url, json=body, headers=headers, timeout=20, trust_env=False) as answer:
+            with httpx.stream("POST", url, json=body, headers=headers, timeout=40, trust_env=False) as answer:
                 for line in answer.iter_lines():
                     self.events += line.startswith("data: {")
                     self.done = self.done or line == "data: [DONE]"
@@ -132,14 +145,14 @@ class Stream:
             self.cut = True
 
     def wait(self) -> None:
-        self._thread.join(20)
+        self._thread.join(40)
         assert not self._thread.is_alive()
 
 
 def ask(pair: Crew, name: str, path: str = START_PATH, *, key: str | None = None, **asked: object) -> httpx.Response:
     shown = read_pod_key(pair.pod_dir) if key is None else key
     url = f"http://127.0.0.1:{pair.admin[name]}{path}"
-    return httpx.post(url, json=asked, headers={HEADER_POD_KEY: shown}, timeout=20, trust_env=False)
+    return httpx.post(url, json=asked, headers={HEADER_POD_KEY: shown}, timeout=40, trust_env=False)
 
 
 @contextlib.contextmanager
@@ -150,16 +163,16 @@ def asking(pair: Crew, name: str, **asked: object) -> Iterator[list[dict[str, ob
     thread.start()
     until(lambda: (pair.state(name) or {}).get("draining"), saying="it waits")
     yield answers
-    thread.join(20)
+    thread.join(40)
     assert not thread.is_alive()
 
 
 def test_an_engine_that_is_told_to_leave_hands_over_and_ends(pair: Crew) -> None:
     a, _ = start(pair, **PATIENT)
-    stream = Stream(pair, 3000)
+    stream = Stream(pair, ENDLESS)
     a.signal(signal.SIGTERM)
     b = until_role(pair.admin["b"], Role.ACTIVE)
-    assert a.wait(seconds=5) == 0
+    assert a.wait(seconds=20) == 0
     stream.wait()
     assert (stream.cut, stream.done, b["epoch"]) == (True, False, 2)
     assert pair.complete()
@@ -168,7 +181,7 @@ def test_an_engine_that_is_told_to_leave_hands_over_and_ends(pair: Crew) -> None
 
 
 def test_on_demand_the_engines_change_places(two: Two) -> None:
-    stream = Stream(two.crew, 3000)
+    stream = Stream(two.crew, ENDLESS)
     answer = ask(two.crew, two.active)
     assert (answer.status_code, answer.json()["stage"], answer.json()["to"]) == (200, "handed_over", two.spare)
     stream.wait()
@@ -180,136 +193,134 @@ def test_on_demand_the_engines_change_places(two: Two) -> None:
 
 
 def test_what_no_engine_could_go_on_with_is_waited_for_and_others_are_served_meanwhile(two: Two) -> None:
-    moves, stays = Stream(two.crew, 3000), Stream(two.crew, 150, **{BOUND_HEADER: "1"})
+    moves, stays = Stream(two.crew, ENDLESS), Stream(two.crew, WHOLE, **{BOUND_HEADER: "1"})
     asked = threading.Thread(target=ask, args=(two.crew, two.active))
     asked.start()
     state = until(lambda: (s := two.crew.state(two.active) or {}).get("draining") and s, saying="it waits")
     assert (state["role"], state["draining"]["phase"]) == ("ACTIVE", "settling")
     assert state["draining"]["remaining"] == {"completions": 1}
     (bound,) = state["draining"]["bound"]
-    assert bound.startswith("r-150 (/v1/completions, ")
+    assert bound.startswith(f"r-{WHOLE} (/v1/completions, ")
     assert two.crew.complete()  # it serves on
-    assert (two.crew.state(two.active) or {})["epoch"] == two.epoch
+    assert two.crew.known(two.active)["epoch"] == two.epoch
+    two.hurry()
     stays.wait()
-    assert (stays.done, stays.events, stays.cut) == (True, 150, False)
+    assert (stays.done, stays.events, stays.cut) == (True, WHOLE, False)
     assert until_role(two.crew.admin[two.spare], Role.ACTIVE)["epoch"] == two.epoch + 1
     moves.wait()
     asked.join()
     assert (moves.done, moves.cut) == (False, True)
-    said = next(line for line in two.log(two.active).splitlines() if "the hand-over waits " in line)
+    said = next(line for line in reversed(two.log(two.active).splitlines()) if "the hand-over waits " in line)
     assert " for 1 request that no other engine could resume, and then is called off: " in said
-    assert "r-150 (/v1/completions, " in said
-    assert "r-3000" not in said
+    assert f"r-{WHOLE} (/v1/completions, " in said
+    assert f"r-{ENDLESS}" not in said
 
 
 def test_what_is_waited_for_in_vain_is_named_and_the_hand_over_called_off(two: Two) -> None:
-    stream = Stream(two.crew, 100, **{BOUND_HEADER: "1"})
+    stream = Stream(two.crew, WHOLE, **{BOUND_HEADER: "1"})
     answer = ask(two.crew, two.active, wait_seconds=0.1).json()
     assert (answer["stage"], answer["bound"]) == ("kept", 1)
-    assert "1 request that no other engine could resume did not end in time: r-100" in answer["reason"]
-    two.serves_on(stream, tokens=100, epochs=0)
+    assert f"1 request that no other engine could resume did not end in time: r-{WHOLE}" in answer["reason"]
+    two.serves_on(stream, epochs=0)
 
 
 def test_what_is_waited_for_in_vain_is_cut_if_that_is_asked_for(two: Two) -> None:
-    stream = Stream(two.crew, 3000, **{BOUND_HEADER: "1"})
+    stream = Stream(two.crew, ENDLESS, **{BOUND_HEADER: "1"})
     answer = ask(two.crew, two.active, wait_seconds=0.1, cut=True)
     assert (answer.status_code, answer.json()["stage"]) == (200, "handed_over")
     stream.wait()
     assert stream.cut
-    assert "and is cut by the hand-over: r-3000" in two.log(two.active)
+    assert f"and is cut by the hand-over: r-{ENDLESS}" in two.log(two.active)
 
 
 def test_an_engine_that_is_told_to_stop_cuts_what_does_not_end_in_its_time(pair: Crew) -> None:
-    a, _ = start(pair, HOTSPARE_SHUTDOWN_TIMEOUT_SECONDS="6", **PATIENT)
-    stream = Stream(pair, 3000, **{BOUND_HEADER: "1"})
+    a, _ = start(pair, **BRIEF, **PATIENT)
+    stream = Stream(pair, ENDLESS, **{BOUND_HEADER: "1"})
     a.signal(signal.SIGTERM)
-    assert a.wait(seconds=10) == 0
+    assert a.wait(seconds=30) == 0
     stream.wait()
     assert stream.cut
     until_role(pair.admin["b"], Role.ACTIVE)
-    assert "and is cut by the hand-over: r-3000" in a.output()
+    assert f"and is cut by the hand-over: r-{ENDLESS}" in a.output()
 
 
 def test_one_that_is_told_to_stop_while_it_waits_has_no_more_time_than_that_leaves(pair: Crew) -> None:
-    a, _ = start(pair, HOTSPARE_SHUTDOWN_TIMEOUT_SECONDS="6", **PATIENT)
-    stream = Stream(pair, 3000, **{BOUND_HEADER: "1"})
+    a, _ = start(pair, **BRIEF, **PATIENT)
+    stream = Stream(pair, ENDLESS, **{BOUND_HEADER: "1"})
     with asking(pair, "a", wait_seconds=3600) as answers:
         a.signal(signal.SIGTERM)
-        assert a.wait(seconds=10) == 0, a.output()
+        assert a.wait(seconds=30) == 0, a.output()
     stream.wait()
     assert stream.cut
     assert answers[0]["stage"] == "handed_over"
     assert until_role(pair.admin["b"], Role.ACTIVE)["epoch"] == 2
-    assert "and is cut by the hand-over: r-3000" in a.output()
+    assert f"and is cut by the hand-over: r-{ENDLESS}" in a.output()
     assert pair.complete()
 
 
 def test_and_what_ends_in_that_time_is_not_cut(pair: Crew) -> None:
     a, _ = start(pair, **PATIENT)
-    moves, stays = Stream(pair, 3000), Stream(pair, 200, **{BOUND_HEADER: "1"})
+    moves, stays = Stream(pair, ENDLESS), Stream(pair, WHOLE, **{BOUND_HEADER: "1"})
     with asking(pair, "a", wait_seconds=3600):
         a.signal(signal.SIGTERM)
         assert pair.complete()  # it serves on meanwhile
+        hurry(pair.pod_dir, pair.admin)
         stays.wait()
-        assert a.wait(seconds=10) == 0
+        assert a.wait(seconds=20) == 0
     moves.wait()
-    assert (stays.done, stays.events, moves.cut) == (True, 200, True)
+    assert (stays.done, stays.events, moves.cut) == (True, WHOLE, True)
     until_role(pair.admin["b"], Role.ACTIVE)
 
 
 def test_with_a_drain_mode_of_wait_a_signal_calls_it_off(pair: Crew) -> None:
     a, _ = start(pair, HOTSPARE_DRAIN_MODE="wait")
-    stream = Stream(pair, 200, **{BOUND_HEADER: "1"})
+    stream = Stream(pair, WHOLE, **{BOUND_HEADER: "1"})
     with asking(pair, "a", wait_seconds=3600) as answers:
         a.signal(signal.SIGTERM)
         until_role(pair.admin["a"], Role.DRAINING)
+        hurry(pair.pod_dir, pair.admin)
         stream.wait()
-        assert a.wait(seconds=10) == 0
-    assert (stream.done, stream.events) == (True, 200)
+        assert a.wait(seconds=20) == 0
+    assert (stream.done, stream.events) == (True, WHOLE)
     assert (answers[0]["stage"], "told to stop" in answers[0]["reason"]) == ("kept", True)
 
 
 def test_a_hand_over_that_nobody_waits_for_any_more_is_called_off(two: Two) -> None:
-    stream = Stream(two.crew, 400, **{BOUND_HEADER: "1"})
-    url = f"http://127.0.0.1:{two.crew.admin[two.active]}{START_PATH}"
-    with pytest.raises(httpx.ReadTimeout):  # it leaves then
-        httpx.post(
-            url,
-            json={"wait_seconds": 3600},
-            headers={HEADER_POD_KEY: read_pod_key(two.crew.pod_dir)},
-            timeout=0.5,
-            trust_env=False,
-        )
-    until(lambda: (two.crew.state(two.active) or {})["draining"] is None, saying="it is called off")
-    assert "whoever asked for it has gone" in two.log(two.active)
-    two.serves_on(stream, tokens=400, epochs=0)
+    stream = Stream(two.crew, WHOLE, **{BOUND_HEADER: "1"})
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", two.crew.admin[two.active])) as connection:
+        shown = {HEADER_POD_KEY: read_pod_key(two.crew.pod_dir)}
+        connection.request("POST", START_PATH, json.dumps({"wait_seconds": 3600}), shown)
+        until(lambda: (two.crew.state(two.active) or {}).get("draining"), saying="it waits")
+    until(lambda: "whoever asked for it has gone" in two.log(two.active), saying="it is called off")
+    until(lambda: two.crew.known(two.active)["draining"] is None, saying="nothing is left of it")
+    two.serves_on(stream, epochs=0)
 
 
 @pytest.mark.parametrize("wait", [-1, 1e9, "long"])
 def test_a_wait_that_cannot_be_meant_is_refused(two: Two, wait: object) -> None:
     assert ask(two.crew, two.active, wait_seconds=wait).status_code == 400
-    assert (two.crew.state(two.active) or {})["role"] == "ACTIVE"
+    assert two.crew.known(two.active)["role"] == "ACTIVE"
 
 
 def test_whichever_spare_gets_the_lock_is_handed_over_to(tmp_path: Path) -> None:
     """Asked are both, and first the one that is later in the line; what one of them does not answer keeps nobody."""
     with crew(tmp_path, "abc") as trio:
         trio.gms()
-        trio.env |= TIMES | PACE | {"HOTSPARE_HANDOVER_TIMEOUT_SECONDS": "10"}
+        trio.env |= TIMES | SLOWLY | {"HOTSPARE_HANDOVER_TIMEOUT_SECONDS": "10"}
         for name, others in (("a", "cb"), ("b", "ac"), ("c", "ab")):
             trio.engine(name, "--standby-admin-ports", ",".join(str(trio.admin[other]) for other in others))
             if name == "a":
                 until_role(trio.admin["a"], Role.ACTIVE)
             else:
                 trio.until_in_line(name)
-        stream = Stream(trio, 3000)
+        stream = Stream(trio, ENDLESS)
         answer = ask(trio, "a")
         assert (answer.status_code, answer.json()["to"], answer.json()["reason"]) == (200, "b", "")
         assert answer.json()["seconds"] < 5
         stream.wait()
         assert stream.cut
         trio.until_in_line("a")
-        os.kill((trio.state("c") or {})["pid"], signal.SIGSTOP)  # first in the line, and silent; b does not know
+        os.kill(trio.known("c")["pid"], signal.SIGSTOP)  # first in the line, and silent; b does not know
         again = ask(trio, "b")
         assert (again.json()["stage"], again.json()["to"]) == ("handed_over", "a"), again.text
 
@@ -321,47 +332,49 @@ def test_nobody_without_the_pods_key_can_ask_for_anything(two: Two, path: str) -
     url = f"http://127.0.0.1:{two.crew.serving}{path}"
     assert httpx.post(url, json={}, timeout=5, trust_env=False).status_code == 404  # nor is it on the serving port
     assert ask(two.crew, two.spare, OFFER_PATH).status_code == 400  # with the key, but without what it must say
-    assert (two.crew.state(two.active) or {})["role"] == "ACTIVE"
+    assert two.crew.known(two.active)["role"] == "ACTIVE"
 
 
 def test_both_told_to_leave_the_active_one_waits_for_its_requests(pair: Crew) -> None:
     a, b = start(pair)
-    stream = Stream(pair, 150)
+    stream = Stream(pair, WHOLE)
     b.signal(signal.SIGTERM)
     a.signal(signal.SIGTERM)
-    assert b.wait(seconds=5) == 0
+    assert b.wait(seconds=20) == 0
     until_role(pair.admin["a"], Role.DRAINING)
+    hurry(pair.pod_dir, pair.admin)
     stream.wait()
-    assert (stream.done, stream.events, a.wait(seconds=5)) == (True, 150, 0)
+    assert (stream.done, stream.events, a.wait(seconds=20)) == (True, WHOLE, 0)
 
 
 def test_with_a_drain_mode_of_wait_nothing_is_handed_over(pair: Crew) -> None:
     a, _ = start(pair, HOTSPARE_DRAIN_MODE="wait")
-    stream = Stream(pair, 100)
+    stream = Stream(pair, WHOLE)
     a.signal(signal.SIGTERM)
     state = until_role(pair.admin["a"], Role.DRAINING)
     assert (state["epoch"], state["draining"]["remaining"]) == (1, {"completions": 1})
+    hurry(pair.pod_dir, pair.admin)
     stream.wait()
-    assert (stream.done, a.wait(seconds=5)) == (True, 0)
+    assert (stream.done, a.wait(seconds=20)) == (True, 0)
     until_role(pair.admin["b"], Role.ACTIVE)
 
 
 def test_a_step_in_hand_that_takes_too_long_leaves_everything_as_it_was(two: Two) -> None:
     two.tell(two.active, Told.NOT_QUIESCE)
-    stream = Stream(two.crew, 100)
+    stream = Stream(two.crew, WHOLE)
     answer = ask(two.crew, two.active)
     assert (answer.status_code, answer.json()["stage"]) == (409, "kept")
-    two.serves_on(stream, tokens=100, epochs=0)
+    two.serves_on(stream, epochs=0)
 
 
 def test_an_engine_whose_step_in_hand_hangs_is_found_as_soon_as_at_any_time(pair: Crew) -> None:
     a, _ = start(pair, HOTSPARE_STEP_TIMEOUT_SECONDS="1")
-    active = (pair.state("a") or {})["pid"]
+    active = pair.known("a")["pid"]
     Told.HANG_IN_STEP.file(pair.pod_dir, "a").touch()
-    stream = Stream(pair, 3000)
+    stream = Stream(pair, ENDLESS)
     asked = threading.Thread(target=_ask_in_vain, args=(pair, "a"))
     asked.start()
-    until_role(pair.admin["b"], Role.ACTIVE, seconds=10)
+    until_role(pair.admin["b"], Role.ACTIVE, seconds=20)
     asked.join(20)
     stream.wait()
     assert gone(active)
@@ -372,44 +385,48 @@ def test_an_engine_whose_step_in_hand_hangs_is_found_as_soon_as_at_any_time(pair
 
 def test_a_spare_that_does_not_wake_gives_everything_back(two: Two) -> None:
     two.tell(two.spare, Told.NOT_WAKE)
-    stream = Stream(two.crew, 200)
+    stream = Stream(two.crew, WHOLE)
     answer = ask(two.crew, two.active)
     assert (answer.status_code, answer.json()["stage"]) == (409, "taken_back")
-    two.serves_on(stream, tokens=200, epochs=2)
-    assert "no such luck" in ((two.crew.state(two.spare) or {})["obstacle"] or "")
+    two.serves_on(stream, epochs=2)
+    assert "no such luck" in (two.crew.known(two.spare)["obstacle"] or "")
 
 
 def test_a_spare_that_is_too_slow_backs_out(two: Two) -> None:
-    two.tell(two.spare, Told.SLOW_TO_WAKE)
-    stream = Stream(two.crew, 300)
-    answer = ask(two.crew, two.active)
-    assert (answer.status_code, answer.json()["stage"]) == (409, "taken_back")
-    two.serves_on(stream, tokens=300, epochs=2)
-    assert "waits no longer" in ((two.crew.state(two.spare) or {})["obstacle"] or "")
+    two.tell(two.spare, Told.WAKE_LATER)
+    stream = Stream(two.crew, WHOLE)
+    answers: list[httpx.Response] = []
+    asked = threading.Thread(target=lambda: answers.append(ask(two.crew, two.active)))
+    asked.start()
+    two.until_is(two.spare, "cancelled")
+    two.tell_no_more(two.spare, Told.WAKE_LATER)
+    asked.join()
+    assert (answers[0].status_code, answers[0].json()["stage"]) == (409, "taken_back")
+    two.serves_on(stream, epochs=2)
+    assert "waits no longer" in (two.crew.known(two.spare)["obstacle"] or "")
 
 
 def test_a_spare_that_dies_while_it_is_promoted(two: Two) -> None:
-    two.tell(two.spare, Told.SLOW_TO_WAKE)
-    stream = Stream(two.crew, 200)
-    asked = threading.Thread(target=ask, args=(two.crew, two.active))
-    asked.start()
-    two.until_is(two.spare, "waking")
-    os.kill(two.spare_pid, signal.SIGKILL)
-    asked.join()
-    two.serves_on(stream, tokens=200, epochs=2)
+    two.tell(two.spare, Told.KILL_IN_WAKE, two.spare_pid, signal.SIGKILL)
+    stream = Stream(two.crew, WHOLE)
+    assert ask(two.crew, two.active).json()["stage"] == "taken_back"
+    assert gone(two.spare_pid)
+    two.serves_on(stream, epochs=2)
 
 
 def test_a_spare_whose_wake_hangs_is_ended_and_what_is_left_of_the_time_is_for_the_requests(pair: Crew) -> None:
-    times = {"HOTSPARE_HANDOVER_TIMEOUT_SECONDS": "4", "HOTSPARE_SHUTDOWN_TIMEOUT_SECONDS": "8"}
+    times = {"HOTSPARE_HANDOVER_TIMEOUT_SECONDS": "1.6", "HOTSPARE_SHUTDOWN_TIMEOUT_SECONDS": "20"}
     a, _ = start(pair, **times)
     Told.HANG_IN_WAKE.file(pair.pod_dir, "b").touch()
     pid = pair.until_in_line("b")["pid"]
-    stream = Stream(pair, 200)
+    stream = Stream(pair, WHOLE)
     a.signal(signal.SIGTERM)
+    until_role(pair.admin["a"], Role.DRAINING)
+    hurry(pair.pod_dir, pair.admin)
     stream.wait()
-    assert (stream.done, stream.events, stream.cut) == (True, 200, False)
+    assert (stream.done, stream.events, stream.cut) == (True, WHOLE, False)
     assert gone(pid)
-    assert a.wait(seconds=10) == 0
+    assert a.wait(seconds=20) == 0
     assert "did not wake before the engine that hands over" in (pair.run_dir / "engine-b.log").read_text()
 
 
@@ -419,49 +436,41 @@ def test_after_one_that_was_taken_back_another_takes_all_streams_with_it(two: Tw
     with httpx.Client(timeout=10, trust_env=False) as client:
         body = {"prompt": "hello", "max_tokens": 2}
         assert client.post(url, json=body).status_code == 200
-        old = Stream(two.crew, 3000)
+        old = Stream(two.crew, ENDLESS)
         assert ask(two.crew, two.active).json()["stage"] == "taken_back"
         refused = client.post(url, json=body)  # on the connection of before
         assert (refused.status_code, refused.headers["x-hotspare-reselect"]) == (503, "1")
         assert refused.headers["connection"] == "close"
         assert client.post(url, json=body).status_code == 200
-    new = Stream(two.crew, 3001)
-    assert (two.crew.state(two.active) or {})["inflight"] == 2
+    new = Stream(two.crew, ENDLESS + 1)
+    assert two.crew.known(two.active)["inflight"] == 2
     two.forget()
     two.crew.until_in_line(two.spare)
     assert ask(two.crew, two.active).json()["stage"] == "handed_over"
     for stream in (new, old):
         stream.wait()
         assert (stream.cut, stream.done) == (True, False)
-    assert (two.crew.state(two.spare) or {})["epoch"] == two.epoch + 3
+    assert two.crew.known(two.spare)["epoch"] == two.epoch + 3
 
 
 def test_a_spare_that_is_stopped_with_the_lock_in_its_hand_is_killed(two: Two) -> None:
-    two.tell(two.spare, Told.SLOW_TO_WAKE)
-    stream = Stream(two.crew, 400)
-    asked = threading.Thread(target=ask, args=(two.crew, two.active))
-    asked.start()
-    two.until_is(two.spare, "waking")
-    os.kill(two.spare_pid, signal.SIGSTOP)
-    asked.join()
+    two.tell(two.spare, Told.KILL_IN_WAKE, two.spare_pid, signal.SIGSTOP)
+    stream = Stream(two.crew, WHOLE)
+    assert ask(two.crew, two.active).json()["stage"] == "taken_back"
     assert gone(two.spare_pid)
-    two.serves_on(stream, tokens=400, epochs=2)
+    two.serves_on(stream, epochs=2)
     assert "is silent: it is killed" in two.log(two.active)
 
 
 @pytest.mark.parametrize("who", ["it quiesces", "the other wakes"])
 def test_an_engine_that_dies_while_it_hands_over_is_followed_as_after_any_death(two: Two, who: str) -> None:
-    slow, told, what = {
-        "it quiesces": (two.active, Told.SLOW_TO_QUIESCE, "quiescing"),
-        "the other wakes": (two.spare, Told.SLOW_TO_WAKE, "waking"),
-    }[who]
-    two.tell(slow, told)
-    stream = Stream(two.crew, 3000)
-    asked = threading.Thread(target=_ask_in_vain, args=(two.crew, two.active))
-    asked.start()
-    two.until_is(slow, what)
-    os.kill(two.active_pid, signal.SIGKILL)
-    asked.join()
+    if who == "it quiesces":
+        two.tell(two.active, Told.KILL_IN_QUIESCE, two.active_pid, signal.SIGKILL)
+    else:
+        two.tell(two.spare, Told.KILL_IN_WAKE, two.active_pid, signal.SIGKILL)
+    stream = Stream(two.crew, ENDLESS)
+    _ask_in_vain(two.crew, two.active)
+    assert gone(two.active_pid)
     stream.wait()
     assert stream.cut
     assert until_role(two.crew.admin[two.spare], Role.ACTIVE)["epoch"] == two.epoch + 1
@@ -512,13 +521,13 @@ class LosingProxy:
 def test_an_acknowledgement_that_is_lost_is_asked_for_again(pair: Crew) -> None:
     with LosingProxy(pair.admin["b"], f"POST {OUTCOME_PATH} ") as proxy:
         start(pair, asks=proxy.port, **PATIENT)
-        stream = Stream(pair, 3000)
+        stream = Stream(pair, ENDLESS)
         answer = ask(pair, "a")
         assert proxy.lost == 1
     assert (answer.status_code, answer.json()["stage"]) == (200, "handed_over")
     stream.wait()
     assert stream.cut
-    assert (pair.state("b") or {})["epoch"] == 2
+    assert pair.known("b")["epoch"] == 2
 
 
 IN_A_ROW = [pytest.param("sim", 3, 150, marks=pytest.mark.timeout(100))]
