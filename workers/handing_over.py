@@ -43,6 +43,7 @@ from workers.handover import (
 from workers.hosts import reachable
 from workers.http_get import GetFailed, http_post
 from workers.in_flight import MOST_NAMED, Request
+from workers.offers import answers_of
 from workers.pod_key import HEADER_POD_KEY
 from workers.promotion import Promoter
 from workers.role import RoleEvent
@@ -213,12 +214,15 @@ class HandingOver:
             epoch=self._vitals.epoch,
             quiesce_seconds=self._seconds,
         )
-        ports = settings.standby_admin_ports
-        asked = (self._post(port, OFFER_PATH, offer, seconds=ANSWER_SECONDS) for port in ports)
-        answers = await asyncio.gather(*asked, return_exceptions=True)
+        ports, most = settings.standby_admin_ports, max(ANSWER_SECONDS, self._seconds)
+        asked = [self._post(port, OFFER_PATH, offer, seconds=most) for port in ports]
+        answers = await answers_of(asked, promises=lambda answer: answer[0] == 200, seconds=ANSWER_SECONDS)
+        self._seconds = min(self._seconds, self._budget().step(now=time.monotonic()))  # if the answers took their time
         self._promised.clear()
         for admin_port, answer in zip(ports, answers, strict=True):
-            if isinstance(answer, GetFailed):
+            if answer is None:
+                reasons.append(f"no answer from {admin_port}{OFFER_PATH} within {ANSWER_SECONDS:g} s")
+            elif isinstance(answer, GetFailed):
                 reasons.append(str(answer))
             elif isinstance(answer, BaseException):
                 raise answer
@@ -399,7 +403,9 @@ async def quiesce(engine: Engine, *, timeout_seconds: float, release_seconds: fl
         quiescing.cancel()
 
 
-def _is_gone(answer: tuple[int, _Said] | BaseException) -> bool:
+def _is_gone(answer: tuple[int, _Said] | BaseException | None) -> bool:
+    if answer is None:
+        return False
     if isinstance(answer, BaseException):
         return isinstance(answer.__cause__, ConnectionRefusedError | ConnectionResetError)
     return answer[1].reason == LEAVING

@@ -38,7 +38,8 @@ CANCEL_PATH: Final = "/handover/cancel"
 START_PATH: Final = "/handover"
 
 ANSWER_SECONDS: Final = 1.0
-"""A spare says at once whether it would; one that does not is not asked to."""
+"""A spare says at once whether it would; one that does not is not asked to if another one would. If none would, it has
+a step's time: the engine that asks serves on meanwhile."""
 SLACK_SECONDS: Final = 1.0
 """What a message may take, on top of what somebody was given to do."""
 

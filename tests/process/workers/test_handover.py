@@ -25,7 +25,7 @@ from tests.process.workers.crews import Crew, crew
 from tests.process.workers.slow_engine import BOUND_HEADER, OBEDIENT, Told, hurry, mark
 from tests.support.processes import Process, gone, until, until_role
 from workers.contract import HEADER_REQUEST_ID, HEADER_STREAM, Role
-from workers.handover import OFFER_PATH, OUTCOME_PATH, START_PATH
+from workers.handover import ANSWER_SECONDS, OFFER_PATH, OUTCOME_PATH, START_PATH
 from workers.pod_key import HEADER_POD_KEY, read_pod_key
 
 pytestmark = pytest.mark.process
@@ -323,6 +323,24 @@ def test_whichever_spare_gets_the_lock_is_handed_over_to(tmp_path: Path) -> None
         os.kill(trio.known("c")["pid"], signal.SIGSTOP)  # first in the line, and silent; b does not know
         again = ask(trio, "b")
         assert (again.json()["stage"], again.json()["to"]) == ("handed_over", "a"), again.text
+
+
+def test_a_spare_that_is_not_run_for_a_while_is_waited_for_if_there_is_no_other(pair: Crew) -> None:
+    start(pair, HOTSPARE_HANDOVER_TIMEOUT_SECONDS="20", HOTSPARE_BEAT_TIMEOUT_SECONDS="30")
+    spare = pair.known("b")["pid"]
+    answers: list[httpx.Response] = []
+    asked = threading.Thread(target=lambda: answers.append(ask(pair, "a")))
+    os.kill(spare, signal.SIGSTOP)
+    try:
+        asked.start()
+        until(lambda: ((pair.state("a") or {}).get("draining") or {}).get("phase") == "asking", saying="b is asked")
+        asked.join(ANSWER_SECONDS * 1.5)
+        assert asked.is_alive(), answers[0].text
+        assert pair.complete()  # a serves on
+    finally:
+        os.kill(spare, signal.SIGCONT)
+        asked.join()
+    assert (answers[0].status_code, answers[0].json()["stage"], answers[0].json()["to"]) == (200, "handed_over", "b")
 
 
 @pytest.mark.parametrize("path", [START_PATH, OFFER_PATH, OUTCOME_PATH])
