@@ -16,7 +16,8 @@ import msgspec
 import pytest
 
 from gms.journal import Journal
-from tests.support.processes import Process, gone, running, state_of, until, until_role
+from tests.process.workers.slow_engine import OBEDIENT, hurry
+from tests.support.processes import Process, gone, running, state_of, until, until_in_line, until_role
 from workers.contract import Role, WatchLine
 from workers.ports import PortReservation
 
@@ -101,7 +102,7 @@ def test_a_killed_active_engine_is_followed_by_the_shadow(pair: Pair) -> None:
     pair.engine("a")
     first = until_role(pair.admin["a"], Role.ACTIVE)
     pair.engine("b")
-    parked = until_role(pair.admin["b"], Role.STANDBY)
+    parked = until_in_line(pair.admin["b"])
     assert (first["epoch"], parked["epoch"]) == (1, 0)
     assert first["memory"]["weights_role"] == "writer"
     assert parked["memory"]["weights_role"] == "reader"
@@ -165,10 +166,10 @@ def test_an_emptied_lock_file_costs_no_more_than_a_promotion(pair: Pair) -> None
 
 def test_a_stopped_active_engine_is_killed_by_its_keeper(pair: Pair) -> None:
     pair.gms()
-    pair.engine("a", HOTSPARE_BEAT_TIMEOUT_SECONDS="0.8")
+    pair.engine("a", HOTSPARE_BEAT_TIMEOUT_SECONDS="2.5")
     first = until_role(pair.admin["a"], Role.ACTIVE)
     pair.engine("b")
-    until_role(pair.admin["b"], Role.STANDBY)
+    until_in_line(pair.admin["b"])
     os.kill(first["pid"], signal.SIGSTOP)
     until_role(pair.admin["b"], Role.ACTIVE)
     assert gone(first["pid"])
@@ -189,6 +190,7 @@ def test_the_watch_says_what_happens(pair: Pair) -> None:
         pair.engine("b")
         spare = next(line for line in map(decoder.decode, lines) if line.standby is Role.STANDBY)
         assert spare.seq > first.seq
+        until_in_line(pair.admin["b"])
         a.signal(signal.SIGTERM)
         rest = [decoder.decode(line) for line in lines]
         assert rest[-1].state is Role.HANDOVER
@@ -198,9 +200,9 @@ def test_the_watch_says_what_happens(pair: Pair) -> None:
 
 def test_a_draining_engine_ends_its_streams_and_takes_no_new_requests(pair: Pair) -> None:
     pair.gms()
-    a = pair.engine("a", HOTSPARE_SIM_TOKEN_SECONDS="0.03")
+    a = pair.engine("a", HOTSPARE_ENGINE=OBEDIENT, HOTSPARE_SIM_TOKEN_SECONDS="0.02")
     until_role(pair.admin["a"], Role.ACTIVE)
-    body = {"prompt": "a long story", "max_tokens": 30, "stream": True}
+    body = {"prompt": "a long story", "max_tokens": 1000, "stream": True}
     with httpx.stream("POST", f"{pair.url}/v1/completions", json=body, timeout=10, trust_env=False) as stream:
         lines = stream.iter_lines()
         next(lines)
@@ -210,6 +212,7 @@ def test_a_draining_engine_ends_its_streams_and_takes_no_new_requests(pair: Pair
         assert refused.status_code == 503
         assert refused.headers["x-hotspare-reselect"] == "1"
         assert refused.json()["error"]["code"] == "draining"
+        hurry(pair.run_dir / "pod-0", "a")
         assert [line for line in lines if line][-1] == "data: [DONE]"
     assert a.wait() == 0
 
@@ -221,7 +224,7 @@ def test_an_engine_that_finds_itself_dead_ends_at_once_and_says_nothing_more(pai
     pair.stack.callback(doomed.end)
     until_role(pair.admin["a"], Role.ACTIVE)
     pair.engine("b")
-    until_role(pair.admin["b"], Role.STANDBY)
+    until_in_line(pair.admin["b"])
     body = {"prompt": "a long story", "max_tokens": 1000, "stream": True}
     with httpx.stream("POST", f"{pair.url}/v1/completions", json=body, timeout=10, trust_env=False) as stream:
         lines = stream.iter_lines()

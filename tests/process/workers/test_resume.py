@@ -13,7 +13,8 @@ import httpx
 import pytest
 
 from app.openai.units import UnitSplitter
-from tests.support.processes import Process, running, until_role
+from tests.process.workers.slow_engine import OBEDIENT, hurry
+from tests.support.processes import Process, running, until_in_line, until_role
 from workers.contract import HEADER_REQUEST_ID, HEADER_STREAM, HEADER_WORKER_TOKEN, Role
 from workers.ports import PortReservation
 from workers.resume import RESUME_CONTENT_TYPE, ResumeHead, decode_framed, encode_resume
@@ -22,8 +23,8 @@ pytestmark = pytest.mark.process
 
 HEADERS = {HEADER_REQUEST_ID: "r1", HEADER_STREAM: "1", HEADER_WORKER_TOKEN: "right"}
 BODIES = {
-    "/v1/chat/completions": b'{"messages":[{"role":"user","content":"tell me"}],"max_tokens":40,"stream":true}',
-    "/v1/responses": b'{"input":"tell me","max_output_tokens":40,"stream":true}',
+    "/v1/chat/completions": b'{"messages":[{"role":"user","content":"tell me"}],"max_tokens":1000,"stream":true}',
+    "/v1/responses": b'{"input":"tell me","max_output_tokens":1000,"stream":true}',
 }
 
 
@@ -37,7 +38,7 @@ class Pair:
     def engine(self, name: str) -> Process:
         env = {
             "HOTSPARE_RUN_DIR": str(self._run_dir),
-            "HOTSPARE_ENGINE": "sim",
+            "HOTSPARE_ENGINE": OBEDIENT,
             "HOTSPARE_GMS": "false",
             "HOTSPARE_SERVING_PORT": str(self._serving),
             "HOTSPARE_SIM_TOKEN_SECONDS": "0.02",
@@ -52,19 +53,21 @@ class Pair:
     def post(self, path: str, body: bytes, **headers: str) -> Iterator[httpx.Response]:
         sent = {"content-type": "application/json", **HEADERS, **headers}
         url = f"http://127.0.0.1:{self._serving}{path}"
-        with httpx.stream("POST", url, content=body, headers=sent, timeout=10, trust_env=False) as answer:
+        with httpx.stream("POST", url, content=body, headers=sent, timeout=20, trust_env=False) as answer:
             yield answer
 
-    def until_killed(self, path: str, body: bytes, *, parts: int) -> tuple[UnitSplitter, bytes]:
-        """Read so many parts of an answer, kill its engine, and read what still comes: the splitter that has the notes,
-        and what was delivered."""
+    def until_killed(self, path: str, body: bytes, *, notes: int) -> tuple[UnitSplitter, bytes]:
+        """Read an answer until it has so many notes, kill its engine, and read what still comes: the splitter that has
+        the notes, and what was delivered. What is asked for later comes soon."""
         active = until_role(self.admin["a"], Role.ACTIVE)
-        splitter, delivered = UnitSplitter(), b""
+        splitter, delivered, killed = UnitSplitter(), b"", False
         with self.post(path, body) as answer, contextlib.suppress(httpx.RemoteProtocolError, httpx.ReadError):
-            for number, part in enumerate(answer.iter_raw(), 1):
+            for part in answer.iter_raw():
                 delivered += splitter.feed(part)
-                if number == parts:
+                if not killed and splitter.log.rest.count(b"\n") >= notes:
                     os.kill(active["pid"], signal.SIGKILL)
+                    killed = True
+        hurry(self._run_dir / "pod-0", self.admin)
         return splitter, delivered
 
 
@@ -82,20 +85,20 @@ def pair(tmp_path: Path) -> Iterator[Pair]:
         made.engine("a")
         until_role(made.admin["a"], Role.ACTIVE)
         made.engine("b")
-        until_role(made.admin["b"], Role.STANDBY)
+        until_in_line(made.admin["b"])
         yield made
 
 
 def metric(port: int, line: str) -> float:
-    text = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=5, trust_env=False).text
+    text = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=20, trust_env=False).text
     return next((float(found.split()[-1]) for found in text.splitlines() if found.startswith(line)), 0.0)
 
 
 @pytest.mark.parametrize("path", BODIES)
 def test_a_stream_outlives_its_engine(pair: Pair, path: str) -> None:
     body = BODIES[path]
-    splitter, delivered = pair.until_killed(path, body, parts=10)
-    assert 0 < delivered.count(b"\n\n") < 40
+    splitter, delivered = pair.until_killed(path, body, notes=10)
+    assert 0 < delivered.count(b"\n\n") < 1000
     until_role(pair.admin["b"], Role.ACTIVE)
     raw = resume_of(splitter, body)
     with pair.post(path, raw, **{"content-type": RESUME_CONTENT_TYPE, HEADER_WORKER_TOKEN: "wrong"}) as answer:
@@ -126,7 +129,7 @@ def timeless(answer: bytes) -> bytes:
 def test_a_whole_answer_outlives_its_engine(pair: Pair) -> None:
     path = "/v1/chat/completions"
     body = BODIES[path].replace(b'"stream":true', b'"stream":false')
-    splitter, _ = pair.until_killed(path, body, parts=3)
+    splitter, _ = pair.until_killed(path, body, notes=3)
     assert splitter.log.rest
     until_role(pair.admin["b"], Role.ACTIVE)
     documents = []
