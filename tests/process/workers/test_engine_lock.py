@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.process.workers.crews import Crew, crew
-from tests.support.processes import MS, until
+from tests.support.processes import MS, gone, until
 from workers.engine_lock import EngineLock, EngineLockError
 from workers.ports import PortReservation
 
@@ -43,6 +43,7 @@ def test_one_that_follows_a_killed_keeper_has_its_name(one: Crew) -> None:
     first = one.engine("a", HOTSPARE_GMS="false")
     before = one.until_active()
     os.kill(first.pid, signal.SIGKILL)
+    assert gone(before["pid"])
     one.engine("a", HOTSPARE_GMS="false")
     after = until(
         lambda: state if (state := one.state("a")) and state["pid"] != before["pid"] else None,

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from tests.process.workers.test_engine_life import Pair
-from tests.support.processes import Process, gone, until, until_role
+from tests.support.processes import Process, gone, until, until_in_line, until_role
 from workers.contract import HEADER_REQUEST_ID, HEADER_STREAM, Role
 from workers.ports import PortReservation
 
@@ -81,11 +81,11 @@ class FaultyPair(Pair):
                 "HOTSPARE_ADMIN_PORT": str(self.admin[name]),
                 "HOTSPARE_STANDBY_ADMIN_PORTS": str(other),
                 "HOTSPARE_SELF_TEST_SECONDS": "0.2",
-                "HOTSPARE_SELF_TEST_TIMEOUT_SECONDS": "1",
+                "HOTSPARE_SELF_TEST_TIMEOUT_SECONDS": "3",
                 "HOTSPARE_HEALTH_CHECK_SECONDS": "0.2",
-                "HOTSPARE_BEAT_TIMEOUT_SECONDS": "1.5",
-                "HOTSPARE_STEP_TIMEOUT_SECONDS": "2.5",
-                "HOTSPARE_TOKEN_TIMEOUT_SECONDS": "4",
+                "HOTSPARE_BEAT_TIMEOUT_SECONDS": "2.5",
+                "HOTSPARE_STEP_TIMEOUT_SECONDS": "3.5",
+                "HOTSPARE_TOKEN_TIMEOUT_SECONDS": "5",
                 "HOTSPARE_PRIVATE_MEMORY_LIMIT_BYTES": str(160 << 20),
                 "HOTSPARE_DRAIN_TIMEOUT_SECONDS": "0.5",
                 "HOTSPARE_SIM_TOKEN_SECONDS": "0.02",
@@ -137,7 +137,7 @@ class FaultyPair(Pair):
         begun = threading.Event()
         thread = threading.Thread(target=read, daemon=True)
         thread.start()
-        assert begun.wait(10)
+        assert begun.wait(20)
         return thread
 
 
@@ -174,7 +174,7 @@ def started(folder: Path) -> Iterator[FaultyPair]:
 def test_a_parked_engine_that_is_broken_is_found_and_replaced(pair: FaultyPair, fault: str, said: str) -> None:
     _, serving = pair.find(Role.ACTIVE)
     name, pid = pair.break_engine(Role.STANDBY, fault)
-    assert gone(pid, within=10)
+    assert gone(pid, within=20)
     pair.said(name, said)
     again, state = pair.find(Role.STANDBY)
     assert (again, state["pid"] != pid) == (name, True)
@@ -195,16 +195,16 @@ def test_a_parked_engine_that_is_broken_is_found_and_replaced(pair: FaultyPair, 
 )
 def test_an_active_engine_that_is_broken_is_found_and_replaced(pair: FaultyPair, fault: str, said: str) -> None:
     _, before = pair.find(Role.ACTIVE)
-    pair.find(Role.STANDBY)
+    until_in_line(pair.admin[pair.find(Role.STANDBY)[0]])
     stream = pair.stream()
     name, pid = pair.break_engine(Role.ACTIVE, fault)
-    assert gone(pid, within=15)
+    assert gone(pid, within=20)
     pair.said(name, said)
     other, promoted = pair.find(Role.ACTIVE)
     assert (other != name, promoted["epoch"]) == (True, before["epoch"] + 1)
     assert pair.find(Role.STANDBY)[0] == name
     pair.complete()
-    stream.join(5)
+    stream.join(20)
 
 
 def test_a_lock_file_that_was_replaced_ends_with_all_engines_at_the_new_one(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def service(gms: Process, tmp_path: Path) -> MemoryService:
         instance="pod",
         timeout_seconds=10,
         connect_seconds=1,
-        proof_seconds=5,
+        proof_seconds=20,
     )
 
 
