@@ -17,7 +17,16 @@ import pytest
 
 from gms.journal import Journal
 from tests.process.workers.slow_engine import OBEDIENT, hurry
-from tests.support.processes import Process, gone, running, state_of, until, until_in_line, until_role
+from tests.support.processes import (
+    RESTART_SECONDS,
+    Process,
+    gone,
+    running,
+    state_of,
+    until,
+    until_in_line,
+    until_role,
+)
 from workers.contract import Role, WatchLine
 from workers.ports import PortReservation
 
@@ -99,7 +108,7 @@ def pair(tmp_path: Path) -> Iterator[Pair]:
 
 def test_a_killed_active_engine_is_followed_by_the_shadow(pair: Pair) -> None:
     pair.gms()
-    pair.engine("a")
+    pair.engine("a", HOTSPARE_SIM_RESTART_SECONDS=RESTART_SECONDS)
     first = until_role(pair.admin["a"], Role.ACTIVE)
     pair.engine("b")
     parked = until_in_line(pair.admin["b"])
@@ -166,7 +175,7 @@ def test_an_emptied_lock_file_costs_no_more_than_a_promotion(pair: Pair) -> None
 
 def test_a_stopped_active_engine_is_killed_by_its_keeper(pair: Pair) -> None:
     pair.gms()
-    pair.engine("a", HOTSPARE_BEAT_TIMEOUT_SECONDS="2.5")
+    pair.engine("a", HOTSPARE_BEAT_TIMEOUT_SECONDS="2.5", HOTSPARE_SIM_RESTART_SECONDS=RESTART_SECONDS)
     first = until_role(pair.admin["a"], Role.ACTIVE)
     pair.engine("b")
     until_in_line(pair.admin["b"])

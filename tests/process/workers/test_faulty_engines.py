@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from tests.process.workers.test_engine_life import Pair
-from tests.support.processes import Process, gone, until, until_in_line, until_role
+from tests.support.processes import RESTART_SECONDS, Process, gone, until, until_in_line, until_role
 from workers.contract import HEADER_REQUEST_ID, HEADER_STREAM, Role
 from workers.ports import PortReservation
 
@@ -89,6 +89,7 @@ class FaultyPair(Pair):
                 "HOTSPARE_PRIVATE_MEMORY_LIMIT_BYTES": str(160 << 20),
                 "HOTSPARE_DRAIN_TIMEOUT_SECONDS": "0.5",
                 "HOTSPARE_SIM_TOKEN_SECONDS": "0.02",
+                "HOTSPARE_SIM_RESTART_SECONDS": RESTART_SECONDS,
             }
             log = self.run_dir / f"faulty-{name}.log"
             process = Process(name, [sys.executable, "-c", FAULTY], env={**self.env, **settings}, log=log)

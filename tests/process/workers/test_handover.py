@@ -23,7 +23,7 @@ import pytest
 
 from tests.process.workers.crews import Crew, crew
 from tests.process.workers.slow_engine import BOUND_HEADER, OBEDIENT, Told, hurry, mark
-from tests.support.processes import Process, gone, until, until_role
+from tests.support.processes import RESTART_SECONDS, Process, gone, until, until_role
 from workers.contract import HEADER_REQUEST_ID, HEADER_STREAM, Role
 from workers.handover import ANSWER_SECONDS, OFFER_PATH, OUTCOME_PATH, START_PATH
 from workers.pod_key import HEADER_POD_KEY, read_pod_key
@@ -109,6 +109,7 @@ def running_pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crew]:
     with crew(tmp_path_factory.mktemp("pair"), "ab") as found:
         found.gms()
         found.env |= TIMES | SLOWLY | {"HOTSPARE_BEAT_TIMEOUT_SECONDS": "30", "HOTSPARE_SELF_TEST_SECONDS": "2"}
+        found.env["HOTSPARE_SIM_RESTART_SECONDS"] = RESTART_SECONDS
         start(found)
         yield found
 
