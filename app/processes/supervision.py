@@ -21,8 +21,9 @@ END_WORD: Final = b"e"
 """What it hears when that is so in all of them."""
 BEAT_SECONDS: Final = 1.0
 """How often a process that serves says so."""
-START_SECONDS: Final = 30.0
-"""One that has said nothing yet may be silent for so long."""
+START_SECONDS: Final = 120.0
+"""One that has said nothing yet may be silent for so long: longer than the chart's startup probe waits, and as long as
+imports take on a machine that is very busy. To begin again would only make it busier."""
 START_DRAIN_SECONDS: Final = 2.0
 """In a drain: it has nothing to lose, and leaves by itself in less."""
 OVERRUN_SECONDS: Final = 15.0

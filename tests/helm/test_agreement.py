@@ -14,6 +14,7 @@ from pydantic_settings import BaseSettings
 
 from app.cli.environment import refuse_unknown
 from app.cli.meanings import Process, settings_of, sim_settings
+from app.processes import supervision
 from app.settings import GatewaySettings
 from gms.settings import GmsSettings
 from tests.support import chart
@@ -278,6 +279,12 @@ def test_liveness_is_the_supervisors() -> None:
         assert probe["failureThreshold"] == fields["liveness_failures"].default
         startup = it["startupProbe"]
         assert startup["periodSeconds"] * startup["failureThreshold"] == fields["startup_timeout_seconds"].default
+
+
+def test_a_process_of_the_gateways_may_take_as_long_to_start_as_the_gateway() -> None:
+    (pod,) = [pod for owner, pod in pods(of("default")) if owner.startswith("Deployment")]
+    startup = container(pod, "gateway")["startupProbe"]
+    assert startup["periodSeconds"] * startup["failureThreshold"] <= supervision.START_SECONDS
 
 
 @pytest.mark.parametrize("case", ["default", "ranks", "sim", "shadows-7"])
