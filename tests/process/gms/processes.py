@@ -18,9 +18,9 @@ MS = 0.001
 DEADLINE = 10_000 * MS
 
 
-def until(condition: Callable[[], object], what: str) -> None:
-    """Waits for something that another process does and that nothing announces."""
-    deadline = time.monotonic() + DEADLINE
+def until(condition: Callable[[], object], what: str, *, seconds: float | None = None) -> None:
+    """Waits for something that another process does and that nothing announces, up to DEADLINE or so long."""
+    deadline = time.monotonic() + (DEADLINE if seconds is None else seconds)
     while not condition():
         assert time.monotonic() < deadline, f"never happened: {what}"
         select.select([], [], [], 2 * MS)

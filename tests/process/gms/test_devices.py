@@ -256,12 +256,13 @@ def test_a_slow_driver_holds_nobody_else_up(gpu: Device) -> None:
         slow, quick = bench.agent("slow"), bench.agent("quick")
         slow.do("attach", pool="weights/w", mode="rw")
         started = time.monotonic()
-        slow.ask("allocate", pool="weights/w", tag="w", size_bytes=2 * UNIT)
+        slow.ask("allocate", pool="weights/w", tag="w", size_bytes=3 * UNIT)
         took = answers(bench, slow.answered)
         assert slow.answer()["created"]
-        assert time.monotonic() - started >= 2 * SLOW_MS / 1000
+        assert time.monotonic() - started >= 3 * SLOW_MS / 1000
         assert len(took) > 10
-        assert max(took) < SLOW_MS / 1000 / 2
+        # A busy machine may hold one up once. If they waited for the driver, they would for two of its calls at least.
+        assert sum(seconds for seconds in took if seconds >= SLOW_MS / 2000) < 1.5 * SLOW_MS / 1000
         assert quick.do("attach", pool="kv", mode="rw", epoch=1)["fresh"]
 
 

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -71,6 +71,7 @@ class Reader:
         self.lease.commit(b"")
         self.writers_fd = pages.fd
         self.fd = stack.enter_context(self.lease.export("w")).fd
+        client.status()  # when it answers this, the service has closed the descriptor that it sent
         place.map(pages.chunks, writable=False)
         self.place = place
         self.address = place.address
@@ -170,7 +171,12 @@ FDS: dict[str, Callable[[Reader, ExitStack], int]] = {
 def the_services(reader: Reader) -> Iterator[int]:
     """Its own descriptor, through /proc: for who may look into the service's process."""
     folder = f"/proc/{reader.service.pid}/fd"
-    (name,) = [name for name in os.listdir(folder) if "memfd:gms" in os.readlink(f"{folder}/{name}")]
+    found = []
+    for name in os.listdir(folder):
+        with suppress(FileNotFoundError):  # it was closed meanwhile
+            if "memfd:gms" in os.readlink(f"{folder}/{name}"):
+                found.append(name)
+    (name,) = found
     fd = os.open(f"{folder}/{name}", os.O_RDWR | os.O_CLOEXEC)
     try:
         yield fd

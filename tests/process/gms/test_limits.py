@@ -6,7 +6,7 @@ import asyncio
 import os
 import socket
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from gms.channel import FREE_BYTES, Channel, Unread
 from gms.client import GmsClient, LeaseMode
 from gms.protocol import ErrorCode, GmsError
 from tests.process.gms.processes import MS, Process, until
+from workers.ports import PortReservation
 
 BIG = (1 << 20).to_bytes(4, "little")
 
@@ -138,10 +139,9 @@ def test_scrapers_that_say_nothing_take_nothing_from_clients(
 
 
 @pytest.fixture
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def free_port() -> Iterator[int]:
+    with PortReservation() as free:
+        yield free.port
 
 
 def test_a_removed_lock_file_does_not_let_a_second_service_in(serve: Any, spawn: Any, socket_path: Path) -> None:

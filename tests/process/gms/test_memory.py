@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from gms.client import GmsError, LeaseMode
 from tests.process.gms import bench as benches
 from tests.process.gms.bench import Agent, Bench, Device
 from tests.process.gms.processes import until
+from workers.ports import PortReservation
 
 pytestmark = pytest.mark.process
 
@@ -43,13 +43,17 @@ def holder(bench: Bench, engine: str, units: int) -> Agent:
 def asker(bench: Bench, engine: str, units: int, *, timeout_seconds: float = 60.0) -> Agent:
     """One that asks for memory and whose answer is still to be heard; it waits if `timeout_seconds`."""
     agent = bench.agent(engine)
-    agent.do("attach", pool=f"weights/{engine}", mode="rw")
-    waiting = len(waits(bench))
-    size = units * bench.device.unit
-    agent.ask("allocate", pool=f"weights/{engine}", tag="w", size_bytes=size, timeout_seconds=timeout_seconds)
-    if timeout_seconds:
-        until(lambda: len(waits(bench)) > waiting, f"{engine} waits")
+    pool, size = f"weights/{engine}", units * bench.device.unit
+    agent.do("attach", pool=pool, mode="rw")
+    agent.ask("allocate", pool=pool, tag="w", size_bytes=size, timeout_seconds=timeout_seconds)
+    if timeout_seconds:  # its wait may be over before it is seen in the status; the event stays
+        until(lambda: has_waited(bench, pool), f"{engine} waits")
     return agent
+
+
+def has_waited(bench: Bench, pool: str) -> bool:
+    with bench.connect("status") as client:
+        return any(event.kind == "memory_wait" and event.pool == pool for event in client.events().events)
 
 
 def waits(bench: Bench) -> list[str]:
@@ -240,10 +244,11 @@ def test_no_more_chunks_than_the_service_can_open_files_for(device: Device) -> N
 
 
 def test_status_and_metrics_tell_it(device: Device) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     limit = UNITS * device.unit
-    with Bench(device, "--memory-limit", str(limit), "--metrics-port", str(port)) as bench:
+    with (
+        PortReservation() as free,
+        Bench(device, "--memory-limit", str(limit), "--metrics-port", str(free.port)) as bench,
+    ):
         a = holder(bench, "a", 3)
         a.do("release", pool="weights/a", quiesced=True)
         b = bench.agent("b")
@@ -255,7 +260,7 @@ def test_status_and_metrics_tell_it(device: Device) -> None:
         assert (status.total_bytes, status.high_water_bytes) == (2 * device.unit, 3 * device.unit)
         assert (kv.bytes, kv.high_water_bytes, status.memory_limit) == (2 * device.unit, 2 * device.unit, limit)
         assert status.bytes_by_owner == {f"engine b (pid {b.pid})": 2 * device.unit}
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{free.port}/metrics", timeout=10) as answer:
             found = metrics(answer.read().decode())
         assert {name: found[name] for name in EXPECTED} == {
             name: value * device.unit if name in IN_UNITS else value for name, value in EXPECTED.items()

@@ -17,7 +17,7 @@ import pytest
 from gms import protocol
 from gms.client import GmsClient, GmsError, LeaseMode
 from tests.process.gms.bench import Bench, Device
-from tests.process.gms.processes import until
+from tests.process.gms.processes import DEADLINE, until
 
 pytestmark = pytest.mark.process
 
@@ -179,8 +179,10 @@ def test_of_services_that_start_at_once_one_stays(folder: Path, socket_path: Pat
         for _ in range(4)
     ]
     try:
-        with GmsClient.connect(socket_path, engine="a", instance="test") as client:
-            until(lambda: sum(process.poll() == 2 for process in crowd) == 3, "all but one have refused")
+        seconds = 4 * DEADLINE
+        with GmsClient.connect(socket_path, engine="a", instance="test", timeout_seconds=seconds) as client:
+            refused = "all but one have refused"
+            until(lambda: sum(process.poll() == 2 for process in crowd) == 3, refused, seconds=seconds)
             assert client.status().clients == 1
             assert sum(process.poll() is None for process in crowd) == 1
     finally:

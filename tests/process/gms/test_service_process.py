@@ -16,6 +16,7 @@ import pytest
 from gms.client import GmsClient, GmsError, LeaseMode
 from tests.support.processes import until
 from workers.children import logged_error
+from workers.ports import PortReservation
 
 pytestmark = pytest.mark.process
 
@@ -152,14 +153,13 @@ def test_it_does_not_outlive_its_parent(spawn: Any, socket_path: Path, actor: An
 
 
 def test_metrics(serve: Any, socket_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    serve("--metrics-port", str(port), "--memory-limit", "64MiB")
+    with PortReservation() as free:
+        serve("--metrics-port", str(free.port), "--memory-limit", "64MiB")
     with GmsClient.connect(socket_path, engine="a", instance="test") as client:
         client.attach("kv", LeaseMode.RW).allocate("pages", 1 << 20).close()
         with pytest.raises(GmsError):
             client.attach("weights/0a1b", LeaseMode.RO, timeout_seconds=0)
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{free.port}/metrics", timeout=10) as answer:
             text = answer.read().decode()
     assert "_created" not in text
     for line in [
