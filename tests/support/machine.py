@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -56,7 +56,9 @@ class Machine:
         command = [sys.executable, "-m", "app.cli.main", *UP, "--run-dir", str(run_dir), *flags]
         log = log_dir / f"up-{len(list(log_dir.glob('up-*.log')))}.log"
         self.up = Process("hotspare up", command, env={**ENVIRONMENT, **env}, log=log)
-        self._seen: set[int] = set()
+        # Each with when it began: numbers are used again.
+        self._up = (self.up.pid, _began(self.up.pid))
+        self._seen: set[tuple[int, int]] = set()
 
     # --- what it says
 
@@ -126,12 +128,12 @@ class Machine:
 
     def descendants(self) -> set[int]:
         """Every process that ``up`` led to so far and that could be found; remembers those it has found before."""
-        parents = _parents()
-        found = {self.up.pid, *self._seen}
-        while more := {pid for pid, parent in parents.items() if parent in found} - found:
+        there = _processes()
+        found = {pid for pid, began in {self._up, *self._seen} if pid in there and there[pid].began == began}
+        while more := {pid for pid, process in there.items() if process.parent in found} - found:
             found |= more
-        self._seen = found - {self.up.pid}
-        return self._seen
+        self._seen |= {(pid, there[pid].began) for pid in found} - {self._up}
+        return {pid for pid, _ in self._seen}
 
     def pid_of(self, name: str) -> int:
         """A child of ``up`` by its log's name: gateway, pod-0, ..."""
@@ -146,7 +148,7 @@ class Machine:
 
     def assert_all_gone(self) -> None:
         """No process that was ever seen is left after 5 seconds."""
-        left = {pid: _command(pid) for pid in self._seen if not gone(pid)}
+        left = {pid: _command(pid) for pid, began in self._seen if _began(pid) == began and not gone(pid)}
         assert not left, left
 
     def end(self) -> None:
@@ -166,16 +168,29 @@ def nobody_silent(status: dict[str, Any]) -> bool:
     return "silent" not in (gateway and gateway["lifecycle"], *engines)
 
 
-def _parents() -> dict[int, int]:
-    parents = {}
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            try:
-                stat = Path(f"/proc/{entry}/stat").read_bytes()
-            except OSError:
-                continue
-            parents[int(entry)] = int(stat.rpartition(b")")[2].split()[1])
-    return parents
+class _Process(NamedTuple):
+    parent: int
+    began: int
+    """In ticks since the machine's start."""
+
+
+def _process(pid: int) -> _Process | None:
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return _Process(parent=int(fields[1]), began=int(fields[19]))
+
+
+def _processes() -> dict[int, _Process]:
+    pids = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
+    return {pid: found for pid in pids if (found := _process(pid)) is not None}
+
+
+def _began(pid: int) -> int:
+    """-1 if there is no process of this number."""
+    found = _process(pid)
+    return -1 if found is None else found.began
 
 
 def _command(pid: int) -> str:

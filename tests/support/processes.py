@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 import signal
@@ -137,6 +138,10 @@ def gone(pid: int, *, within: float = 5_000 * MS) -> bool:
         pidfd = os.pidfd_open(pid)
     except ProcessLookupError:
         return True
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOENT):
+            raise
+        return True  # the number is a thread's by now
     try:
         return bool(select.select([pidfd], [], [], within)[0])
     finally:
