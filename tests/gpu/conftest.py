@@ -63,8 +63,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(scope="session")
-def budget(request: pytest.FixtureRequest) -> Iterator[Budget]:
-    """At its very end the run is broken off in the middle of a test, and still reports."""
+def fake_driver(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path | None:
+    """The folder with it, if the run is to use it."""
+    if not request.config.getoption("--fake-driver"):
+        return None
+    return build(tmp_path_factory.getbasetemp() / "fakecuda")
+
+
+@pytest.fixture(scope="session")
+def budget(request: pytest.FixtureRequest, fake_driver: Path | None) -> Iterator[Budget]:
+    """It begins once the fake driver is built. At its very end the run is broken off in the middle of a test, and still
+    reports."""
 
     def break_off(number: int, frame: object) -> None:
         request.config.stash[_REPORT].note("Broken off: the time was over.")
@@ -81,14 +90,12 @@ def budget(request: pytest.FixtureRequest) -> Iterator[Budget]:
 
 
 @pytest.fixture(scope="session")
-def machine(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, budget: Budget
-) -> Iterator[Machine]:
+def machine(request: pytest.FixtureRequest, fake_driver: Path | None, budget: Budget) -> Iterator[Machine]:
     """The GPU, kept awake. Skips all if there is none."""
-    if not request.config.getoption("--fake-driver"):
+    if fake_driver is None:
         yield from _machine(request.config.stash[_REPORT], budget, None)
         return
-    with FakeGpus(_driver(tmp_path_factory), memory_bytes=FAKE_BYTES) as gpus:
+    with FakeGpus(fake_driver, memory_bytes=FAKE_BYTES) as gpus:
         yield from _machine(request.config.stash[_REPORT], budget, gpus)
 
 
@@ -114,15 +121,11 @@ def _machine(report: Report, budget: Budget, fake: FakeGpus | None) -> Iterator[
 
 
 @pytest.fixture(scope="session")
-def device(machine: Machine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Device]:
+def device(machine: Machine, fake_driver: Path | None) -> Iterator[Device]:
     """For the process tests' bench."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(processes, "DEADLINE", DEADLINE_SECONDS)
-        yield described(machine, _driver(tmp_path_factory) if machine.fake is not None else None)
-
-
-def _driver(factory: pytest.TempPathFactory) -> Path:
-    return build(factory.getbasetemp() / "fakecuda")
+        yield described(machine, fake_driver)
 
 
 @pytest.fixture(autouse=True)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+
+from tests.support.processes import until
 
 ROOT = Path(__file__).parents[3]
 
@@ -59,7 +62,7 @@ def test_all_of_it_on_the_fake_driver(tmp_path: Path) -> None:
         "| 2 MiB | 24 | 48 MiB |",
     ):
         assert line in report, report
-    assert started_by(tmp_path) == []
+    until(lambda: not started_by(tmp_path), saying="nothing of it is left")  # what is killed goes a little later
 
 
 @pytest.mark.engine
@@ -99,12 +102,18 @@ def test_no_case_starts_when_little_time_is_left(tmp_path: Path) -> None:
 
 
 def test_when_its_time_is_over_it_ends_what_runs_and_still_reports(tmp_path: Path) -> None:
-    """Here a service that hangs in the driver."""
-    started = time.monotonic()
+    """Here a service that hangs in the driver. A busy machine may need longer to come to it."""
     hang = {"FAKE_CUDA_DELAY": "cuMemCreate=600000"}
-    done = run("--fake-driver", "--seconds", "6", "-k", "identity or nothing_changes", out=tmp_path, **hang)
-    assert time.monotonic() - started < 40
+    for seconds in (6, 30):
+        started = time.monotonic()
+        done = run(
+            "--fake-driver", "--seconds", str(seconds), "-k", "identity or nothing_changes", out=tmp_path, **hang
+        )
+        took = time.monotonic() - started
+        if re.search("test_nothing_changes_after_the_grant (?!SKIPPED)", done.stdout):
+            break
+    assert took < seconds + 60
     assert done.returncode == 1, done.stdout + done.stderr
     assert "the time is over" in done.stdout
     assert "| granularity | 2097152 bytes | nothing |" in done.stdout
-    assert started_by(tmp_path) == []
+    until(lambda: not started_by(tmp_path), saying="nothing of it is left")
