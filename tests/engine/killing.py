@@ -129,17 +129,23 @@ class Fleet:
 
         return until(are, saying="every pod has an active engine and a spare", seconds=DEADLINE_SECONDS)
 
-    def serving(self, *, other_than: tuple[int, ...] = ()) -> Engine:
-        """Wait for the active engine that has a request; not a process of ``other_than``."""
+    def serving(self, *, other_than: tuple[int, ...] = ()) -> Engine | None:
+        """Wait for the active engine that has a request, not a process of ``other_than``; None if there is no request
+        any more."""
 
-        def has() -> Engine | None:
-            for engine in self.engines():
-                state = engine.state
-                if state["role"] == Role.ACTIVE and state["inflight"] and state["pid"] not in other_than:
-                    return engine
-            return None
+        def has() -> list[Engine] | None:
+            over = not self.status()["inflight"]
+            found = [
+                engine
+                for engine in self.engines()
+                if engine.state["role"] == Role.ACTIVE
+                and engine.state["inflight"]
+                and engine.state["pid"] not in other_than
+            ]
+            return found if found or over else None
 
-        return until(has, saying="an engine has the request", seconds=DEADLINE_SECONDS)
+        found = until(has, saying="an engine has the request", seconds=DEADLINE_SECONDS)
+        return found[0] if found else None
 
     def kill(self, engine: Engine) -> None:
         self.kills += 1
