@@ -14,7 +14,7 @@ PROMPTS = (
     "The three laws of motion say that",
     "A recipe for bread. Ingredients:",
 )
-TOKENS = 40
+TOKENS = 80
 
 
 class Running:

@@ -207,13 +207,23 @@ def test_only_client_routes_are_served(pair: Pair) -> None:
     assert pair.reader.client.get("/v1/models").json()["data"][0]["id"] == "smollm2"
 
 
+@pytest.fixture(scope="module")
+def uninterrupted(pair: Pair) -> list[list[int]]:
+    """The tokens of answers that nothing interrupts."""
+    pair.wake(pair.writer)
+    tokens = Running(pair.writer).wait()
+    pair.writer.park()
+    return tokens
+
+
 @pytest.mark.parametrize("other_epoch", [False, True], ids=["nobody_between", "another_epoch_between"])
-def test_requests_outlive_a_hand_over_that_is_taken_back(pair: Pair, other_epoch: bool) -> None:
+def test_requests_outlive_a_hand_over_that_is_taken_back(
+    pair: Pair, uninterrupted: list[list[int]], other_epoch: bool
+) -> None:
     """They wait without pages, and go on with the same tokens, over pages that somebody else has written meanwhile."""
     pair.wake(pair.writer)
-    uninterrupted = Running(pair.writer).wait()
     running = Running(pair.writer)
-    running.until_each_has(STREAM_TOKENS // 4)
+    running.until_each_has(5)
     answer = pair.writer.control("quiesce")
     assert answer.status_code == 200, answer.text
     assert pair.writer.status()["memory"]["kv_mapped"] is False
@@ -229,12 +239,13 @@ def test_requests_outlive_a_hand_over_that_is_taken_back(pair: Pair, other_epoch
     pair.writer.park()
 
 
-def test_a_core_that_hangs_in_its_step_keeps_nobody_waiting_and_goes_on_if_it_does(pair: Pair) -> None:
+def test_a_core_that_hangs_in_its_step_keeps_nobody_waiting_and_goes_on_if_it_does(
+    pair: Pair, uninterrupted: list[list[int]]
+) -> None:
     """In time it is said that the engine serves on; it is busy, so that its keeper finds it, should it make no step."""
     pair.wake(pair.writer)
-    uninterrupted = Running(pair.writer).wait()
     running = Running(pair.writer)
-    running.until_each_has(STREAM_TOKENS // 4)
+    running.until_each_has(5)
     assert pair.writer.control("hang-in-step").status_code == 200
     before = pair.writer.status()["steps"]
     for _ in range(2):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import statistics
 from collections.abc import Iterator
 from typing import Any
 
@@ -47,11 +48,12 @@ def test_it_passes_leaves_nothing_behind_and_gives_way_within_a_step(parked: Eng
         took.append(answer.json()["seconds"])
     assert kv_mappings(parked.pid) == []
     before = parked.status()["steps"]
-    delays = [parked.control("interrupt", str(at / 1000)).json()["answer"] for at in range(0, 60, 3)]
+    half = statistics.median(took) / 2
+    delays = [parked.control("interrupt", str(half * at / 20)).json()["answer"] for at in range(20)]
     assert parked.status()["steps"] == before  # no step of vLLM's own was counted
     assert kv_mappings(parked.pid) == []
     print(f"self-test: {min(took) * 1e3:.0f} ms; given way: {sorted(round(delay * 1e3, 1) for delay in delays)} ms")
-    assert sorted(delays)[len(delays) // 2] < 0.1
+    assert statistics.median(delays) < half / 2  # if it went on to its end, each were as long as half of it, or longer
 
 
 def test_waking_and_parking_in_a_row_leaves_nothing_behind(parked: EngineProcess, service: MemoryService) -> None:

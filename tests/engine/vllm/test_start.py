@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import tempfile
 from pathlib import Path
 
@@ -25,10 +27,10 @@ def test_an_engine_without_a_service(driver: Driver) -> None:
         assert memory["weights_role"] == "private"
         assert memory["weights_outside_gms_bytes"] == memory["weights_bytes"]
         engine.park()
+        made = shared_and_temporary() - before
+        left = made - of_others(made, engine.pid)
     finally:
         engine.kill()
-    # Those of other tests, which run meanwhile, go with them.
-    left = shared_and_temporary() - before
     until(lambda: not left & shared_and_temporary(), saying=f"nothing of it is left: {left}", seconds=60)
 
 
@@ -37,6 +39,18 @@ def shared_and_temporary() -> set[Path]:
     shared = {path for path in Path("/dev/shm").iterdir() if not path.name.startswith("fakecuda-")}
     temporary = Path(tempfile.gettempdir()).iterdir()
     return shared | {path for path in temporary if "vllm" in path.name or "torch" in path.name}
+
+
+def of_others(paths: set[Path], engine: int) -> set[Path]:
+    """Those that processes of other sessions have open or mapped: tests that run meanwhile."""
+    held: set[Path] = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it is gone, or not ours to look at
+            if os.getsid(int(process.name)) != os.getsid(engine):
+                maps = [line.split(maxsplit=5) for line in (process / "maps").read_text().splitlines()]
+                held |= {Path(fields[5]) for fields in maps if len(fields) > 5}
+                held |= {fd.readlink() for fd in (process / "fd").iterdir()}
+    return {path for path in paths if any(path == other or path in other.parents for other in held)}
 
 
 @pytest.mark.parametrize(
