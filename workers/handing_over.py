@@ -32,6 +32,7 @@ from workers.handover import (
     LEAVING,
     OFFER_PATH,
     OUTCOME_PATH,
+    PATIENCE_SECONDS,
     SLACK_SECONDS,
     Budget,
     Handover,
@@ -214,14 +215,14 @@ class HandingOver:
             epoch=self._vitals.epoch,
             quiesce_seconds=self._seconds,
         )
-        ports, most = settings.standby_admin_ports, max(ANSWER_SECONDS, self._seconds)
+        ports, most = settings.standby_admin_ports, max(ANSWER_SECONDS, min(self._seconds, PATIENCE_SECONDS))
         asked = [self._post(port, OFFER_PATH, offer, seconds=most) for port in ports]
         answers = await answers_of(asked, promises=lambda answer: answer[0] == 200, seconds=ANSWER_SECONDS)
         self._seconds = min(self._seconds, self._budget().step(now=time.monotonic()))  # if the answers took their time
         self._promised.clear()
         for admin_port, answer in zip(ports, answers, strict=True):
             if answer is None:
-                reasons.append(f"no answer from {admin_port}{OFFER_PATH} within {ANSWER_SECONDS:g} s")
+                reasons.append(f"the engine at {admin_port} had not answered when another one would take over")
             elif isinstance(answer, GetFailed):
                 reasons.append(str(answer))
             elif isinstance(answer, BaseException):
@@ -231,6 +232,8 @@ class HandingOver:
             else:
                 status, said = answer
                 reasons.append(f"engine {said.engine or admin_port} does not take over: {said.reason or status}")
+        if off := self._budget().off:  # it came while they were asked
+            return Happening.FAILED, off
         if not self._promised:
             self._quiet = not self._vitals.inflight or all(_is_gone(answer) for answer in answers)
             return Happening.FAILED, "; ".join(reasons) or "the pod has no other engine"

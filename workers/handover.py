@@ -40,6 +40,8 @@ START_PATH: Final = "/handover"
 ANSWER_SECONDS: Final = 1.0
 """A spare says at once whether it would; one that does not is not asked to if another one would. If none would, it has
 a step's time: the engine that asks serves on meanwhile."""
+PATIENCE_SECONDS: Final = 10.0
+"""But no more: nobody hears meanwhile that the hand-over is called off."""
 SLACK_SECONDS: Final = 1.0
 """What a message may take, on top of what somebody was given to do."""
 
@@ -74,7 +76,8 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
     """Why the hand-over is called off as long as requests are waited for; a sentence, or empty."""
 
     def step(self, *, now: float) -> float:
-        """For one that begins now. Quiescing, waiting and taking back have one each, and as much is left then."""
+        """For one that begins now. Quiescing, waiting and taking back have one each, and as much is left then, of which
+        asking takes little, or one at most."""
         return min(self.step_seconds, max(MIN_STEP_SECONDS, (self.end - now) / 5))
 
 

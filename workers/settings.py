@@ -384,9 +384,10 @@ class EngineSettings(WorkerSettings):
     self_test_timeout_seconds: Annotated[float, Field(ge=MIN_STEP_SECONDS, le=600)] = 10.0
     """How long a self-test may take."""
     handover_timeout_seconds: Annotated[float, Field(gt=0, le=600)] = 5.0
-    """Of a hand-over: how long the spare may take to say that it would take over, then the step in hand, and then the
-    spare to serve. After that this engine goes on. Streams pause in the last two. Less for one that was told to stop,
-    if little of ``shutdown_timeout_seconds`` is left."""
+    """Of a hand-over: how long the step in hand may take, and then the spare to serve. After that this engine goes on.
+    Streams pause meanwhile. Before that, a spare may take as long (1 s at least, 10 at most; 1 if another one answers)
+    to say that it would take over. Less for an engine that was told to stop, if little of ``shutdown_timeout_seconds``
+    is left."""
     graceful_shutdown_except: RouteGroups = ()
     """Routes whose requests a terminating engine does not wait for, comma separated: ``chat``, ``completions``,
     ``responses``, ``messages``, ``audio``, ``pooling`` (embeddings, scores and the like), ``other``. They are cut once

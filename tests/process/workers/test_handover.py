@@ -344,6 +344,20 @@ def test_a_spare_that_is_not_run_for_a_while_is_waited_for_if_there_is_no_other(
     assert (answers[0].status_code, answers[0].json()["stage"], answers[0].json()["to"]) == (200, "handed_over", "b")
 
 
+def test_one_that_is_called_off_while_its_spare_is_asked_comes_to_nothing(pair: Crew) -> None:
+    a, _ = start(pair, HOTSPARE_HANDOVER_TIMEOUT_SECONDS="3", HOTSPARE_BEAT_TIMEOUT_SECONDS="30")
+    spare = pair.known("b")["pid"]
+    os.kill(spare, signal.SIGSTOP)
+    try:
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", pair.admin["a"])) as connection:
+            connection.request("POST", START_PATH, b"{}", {HEADER_POD_KEY: read_pod_key(pair.pod_dir)})
+            until(lambda: ((pair.state("a") or {}).get("draining") or {}).get("phase") == "asking", saying="b is asked")
+        a.until_said("whoever asked for it has gone")
+    finally:
+        os.kill(spare, signal.SIGCONT)
+    assert (pair.until_active()["engine"], pair.known("a")["epoch"]) == ("a", 1)
+
+
 @pytest.mark.parametrize("path", [START_PATH, OFFER_PATH, OUTCOME_PATH])
 def test_nobody_without_the_pods_key_can_ask_for_anything(two: Two, path: str) -> None:
     for key in ("", "another"):
