@@ -143,8 +143,8 @@ async def _watched(pod: PodRecord, engine: str, progress: Say) -> AsyncIterator[
     finally:
         watching.cancel()
         await asyncio.wait({watching})
-        if not watching.cancelled():
-            watching.result()  # it looks for ever, so it has failed
+        if not watching.cancelled() and (error := watching.exception()) is not None:
+            progress(f"{pod.pod}: what engine {engine} waited for could not be told: {type(error).__name__}: {error}")
 
 
 def cannot(sentence: str) -> CliError:

@@ -61,7 +61,7 @@ async def shutdown_while_initializing(subject: Subject) -> str:
     await subject.shutdown()
     await subject.shutdown()
     if error is not None:
-        return f"initialize() that was cancelled ended with {type(error).__name__}: {error}"
+        return f"initialize(){'' if done else ' that was cancelled'} ended with {type(error).__name__}: {error}"
     return "it was initialised already" if done else ""
 
 
